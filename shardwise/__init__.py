@@ -1,0 +1,72 @@
+"""shardwise: train PyTorch models whose states do not fit where they are.
+
+>>> import shardwise as sw
+>>> sw.presets.zero3().params.spread
+'world'
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shardwise.api import (
+        clip_grad_norm_,
+        full_grads,
+        full_params,
+        no_sync,
+        optim_state_dict,
+        set_grad_divisor,
+        shard,
+        state_dict,
+        stats,
+        unshard,
+    )
+    from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
+    from shardwise.model.deferred import deferred_init
+    from shardwise.plan import presets
+    from shardwise.plan.plan import Override, Plan, Precision, StatePlan
+
+_HOMES = {
+    "shardwise.api": (
+        "clip_grad_norm_ full_grads full_params no_sync optim_state_dict set_grad_divisor shard "
+        "state_dict stats unshard"
+    ),
+    "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
+    "shardwise.model.deferred": "deferred_init",
+    "shardwise.plan.plan": "Override Plan Precision StatePlan",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [  # noqa: PLE0604
+    "Override",
+    "Plan",
+    "PlanError",
+    "Precision",
+    "ShardwiseError",
+    "StatePlan",
+    "SyncError",
+    "UsageError",
+    "clip_grad_norm_",
+    "deferred_init",
+    "full_grads",
+    "full_params",
+    "no_sync",
+    "optim_state_dict",
+    "presets",
+    "set_grad_divisor",
+    "shard",
+    "state_dict",
+    "stats",
+    "unshard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: planning must not wait for torch."""
+    if name == "presets":
+        return importlib.import_module("shardwise.plan.presets")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'shardwise' has no attribute '{name}'")

@@ -1,0 +1,201 @@
+"""shard() and its companions: the one place that wires the packages together."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from os import PathLike
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
+from shardwise.core.errors import UsageError
+from shardwise.core.layout import ModelSpec
+from shardwise.core.topology import Topology
+from shardwise.model.inspect import find_members, spec_of
+from shardwise.plan.file import load_plan
+from shardwise.plan.plan import Plan
+from shardwise.plan.validate import check
+from shardwise.runtime import access, build, hooks
+from shardwise.runtime.optim import OptimizerTakeover, check_elementwise
+from shardwise.runtime.runtime import Runtime
+
+_runtimes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@overload
+def shard(
+    model: nn.Module,
+    optimizer: None = None,
+    plan: Plan | str | PathLike[str] = ...,
+    *,
+    levels: str | Topology | None = ...,
+    elementwise: bool = ...,
+    timeout_s: float = ...,
+) -> nn.Module: ...
+
+
+@overload
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan | str | PathLike[str] = ...,
+    *,
+    levels: str | Topology | None = ...,
+    elementwise: bool = ...,
+    timeout_s: float = ...,
+) -> tuple[nn.Module, Optimizer]: ...
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    plan: Plan | str | PathLike[str] = "zero3",
+    *,
+    levels: str | Topology | None = None,
+    elementwise: bool = False,
+    timeout_s: float = DEFAULT_LIMIT_S,
+) -> Any:
+    """Shards a model (and its optimizer) in place over all ranks; collective.
+
+    ``plan`` is a preset's name, a plan file, or a Plan. ``levels`` describes the grid, innermost
+    first (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come
+    back as the same objects. Values: a model built in ``deferred_init`` is materialised unit by
+    unit, straight into parts; otherwise rank 0's values win. ``elementwise`` vouches for an
+    optimizer class that shardwise does not know. A rank that waits for another for more than
+    ``timeout_s`` seconds raises a SyncError that names the unit and the ranks.
+
+        >>> import torch, shardwise as sw
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = sw.shard(model, optimizer, plan="zero3")
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+    if model in _runtimes:
+        raise UsageError(
+            f"This {type(model).__name__} is sharded already; shardwise.unshard(model) first."
+        )
+    nested = [name for name, module in model.named_modules() if name and module in _runtimes]
+    if nested:
+        raise UsageError(
+            f"Module '{nested[0]}' of this {type(model).__name__} is sharded already; shard the "
+            "whole model once, and use per-unit overrides for other spreads."
+        )
+    if optimizer is not None:
+        check_elementwise(optimizer, elementwise)
+    chosen = load_plan(plan)
+    device = build.target_device(model)
+    place = find_place(levels, device)
+    members = find_members(model, chosen)
+    spec = ModelSpec(tuple(spec_of(unit, place.world) for unit in members))
+    check(chosen, place.topology, spec)
+    grid = Grid.build(place, device, timeout_s)
+    runtime = build.build_runtime(model, chosen, grid, members, spec)
+    hooks.install(runtime)
+    if optimizer is not None:
+        OptimizerTakeover(runtime, optimizer)
+    _runtimes[model] = runtime
+    weakref.finalize(model, grid.end_lanes)
+    return model if optimizer is None else (model, optimizer)
+
+
+def unshard(model: nn.Module) -> nn.Module:
+    """Undoes ``shard``: plain parameters with full values on every rank, no hooks; collective.
+
+    The optimizer keeps working on the same parameters, but its states are dropped.
+    """
+    runtime = runtime_of(model)
+    runtime.require_idle("unshard")
+    build.restore(runtime)
+    del _runtimes[model]
+    return model
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model."""
+    runtime = _runtimes.get(model)
+    if runtime is None:
+        raise UsageError(
+            f"This {type(model).__name__} is not sharded; pass the model that shardwise.shard got."
+        )
+    assert isinstance(runtime, Runtime)
+    return runtime
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backward passes inside only accumulate: gradients rest on G's rung until the next outside.
+
+    Saves the outer hops of all micro-batches but the last of a step.
+    """
+    return runtime_of(model).without_sync()
+
+
+@contextmanager
+def full_params(
+    model: nn.Module, module: nn.Module | None = None, *, write: bool = False
+) -> Iterator[None]:
+    """Inside, all parameters (or those of a sub-module) have their full values; collective.
+
+    With ``write=True`` rank 0's changes come back to all shards at the end.
+    """
+    with access.full_params(runtime_of(model), module or model, write):
+        yield
+
+
+def state_dict(
+    model: nn.Module, *, rank0_only: bool = True, master: bool = False
+) -> dict[str, torch.Tensor]:
+    """Full parameters and buffers by name on rank 0 (or everywhere), streamed; collective.
+
+    ``master=True`` gives the optimizer's master weights where they are kept.
+    """
+    return access.state_dict(runtime_of(model), rank0_only=rank0_only, master=master)
+
+
+def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The reduced gradients in full, by name, on every rank; collective."""
+    return access.full_grads(runtime_of(model))
+
+
+def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's states in full, by parameter name, on every rank; collective."""
+    return access.optim_state_dict(runtime_of(model), optimizer)
+
+
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over the gradients of all ranks; collective."""
+    return access.clip_grad_norm_(runtime_of(model), max_norm, float(norm_type), error_if_nonfinite)
+
+
+def set_grad_divisor(model: nn.Module, divisor: float) -> None:
+    """What summed gradients are divided by from the next backward on (default: number of ranks).
+
+    For token-weighted losses: make each rank's loss a sum, and divide by the tokens of all ranks.
+    Set it before the first backward of a step.
+    """
+    if not divisor > 0:
+        raise UsageError(f"The gradient divisor must be positive, got {divisor}.")
+    runtime_of(model).divisor = float(divisor)
+
+
+def stats(model: nn.Module) -> dict[str, int]:
+    """What happened beyond the plan (all zero when ranks and passes agree), and buffer memory."""
+    runtime = runtime_of(model)
+    counters = runtime.counters
+    return {
+        "extra_gathers": counters.extra_gathers,
+        "skipped_gathers": counters.skipped_gathers,
+        "late_reduces": counters.late_reduces,
+        "param_buffers_peak_bytes": runtime.pools.params.peak_bytes,
+        "grad_buffers_peak_bytes": runtime.pools.grads.peak_bytes,
+    }

@@ -1,0 +1,38 @@
+"""What the commands share: how results and errors reach the user."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+
+EXIT_INTERRUPTED = 130
+JSON_OPTION = typer.Option("--json", help="Print the answer as JSON for a program to read.")
+
+
+def print_json(answer: Any) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def print_error(sentence: str) -> None:
+    """A sentence on standard error, without markup or wrapping."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print("error: ", style="bold red", end="")
+    console.print(sentence, markup=False, highlight=False)
+
+
+@contextmanager
+def interruptible(remark: str = "") -> Iterator[None]:
+    """Turn Ctrl-C into one line and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console = Console(stderr=True)
+        if console.is_terminal:  # the worker that drew the live bar was stopped inside it
+            console.show_cursor()
+            console.print()
+        print_error(f"interrupted{remark}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None

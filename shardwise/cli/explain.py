@@ -1,0 +1,325 @@
+"""`shardwise explain`: what a plan does in a step, on which links, and what it needs in memory."""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.common import JSON_OPTION, print_json
+from shardwise.core.layout import ModelSpec, UnitSpec
+from shardwise.core.topology import Topology
+from shardwise.plan.file import dump_plan, load_plan
+from shardwise.plan.memory import Memory, memory
+from shardwise.plan.plan import Plan, Rungs, resolve
+from shardwise.plan.schedule import Event, Op, Phase, schedule
+from shardwise.plan.traffic import Traffic, Use, step_traffic
+from shardwise.plan.validate import check, spreads
+from shardwise.train.metrics import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEMORY_TERMS = ("params", "kept", "gathered", "grads", "grad_buffers", "optim", "total")
+
+
+def explain(
+    plan: Annotated[str, typer.Argument(help="A preset's name or a plan's TOML file.")],
+    model: Annotated[
+        str, typer.Option(help="gpt-tiny ... gpt-xl, transformers:gpt2, or a config.json.")
+    ] = "gpt-small",
+    levels: Annotated[
+        str, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
+    ] = "node=2,world=2",
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches a step, all but the last under no_sync.")
+    ] = 1,
+    phase: Annotated[
+        Phase | None,
+        typer.Option(help="The pass whose schedule is shown; by default the one that steps."),
+    ] = None,
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Show what a plan does: where states rest, each pass, bytes on each link, memory a rank.
+
+    Examples:
+
+      shardwise explain zero3 --levels node=8,world=16 --model gpt-xl
+
+      shardwise explain amsp --accumulate 4 --phase middle
+    """
+    chosen = load_plan(plan)
+    topology = Topology.parse(levels)
+    check(chosen, topology)
+    explanation = Explanation(
+        plan=chosen,
+        topology=topology,
+        model=_describe(model, chosen, topology.world),
+        accumulate=accumulate,
+        phase=phase or (Phase.ONLY if accumulate == 1 else Phase.LAST),
+    )
+    check(chosen, topology, explanation.model)
+    if as_json:
+        print_json(to_dict(explanation))
+    else:
+        _print(explanation)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan on a topology with a model, and the questions asked about it."""
+
+    plan: Plan
+    topology: Topology
+    model: ModelSpec
+    accumulate: int
+    phase: Phase
+
+    @property
+    def traffic(self) -> Traffic:
+        return step_traffic(self.plan, self.model, self.topology, accumulate=self.accumulate)
+
+    @property
+    def memory(self) -> Memory:
+        return memory(self.plan, self.model, self.topology, accumulates=self.accumulate > 1)
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Neighbouring units of equal shape under equal plans, shown as one."""
+
+    names: tuple[str, ...]
+    first: UnitSpec
+    rungs: Rungs
+
+    @property
+    def label(self) -> str:
+        """``h.*`` for h.0, h.1, ...; the root of a model has no name of its own."""
+        if len(self.names) == 1:
+            return self.names[0] or "(root)"
+        parts = [name.split(".") for name in self.names]
+        if len({len(part) for part in parts}) > 1:
+            return f"{self.names[0]} ... {self.names[-1]}"
+        columns = zip(*parts, strict=True)
+        return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
+
+    @property
+    def title(self) -> str:
+        return self.label if len(self.names) == 1 else f"{len(self.names)} × {self.label}"
+
+
+def group_units(plan: Plan, model: ModelSpec, topology: Topology) -> list[UnitGroup]:
+    """The units of a model with equal neighbours collapsed; the root stays alone."""
+
+    def shape(item: tuple[int, UnitSpec]) -> object:
+        index, unit = item
+        flats = tuple((flat.numel, flat.dtype, flat.requires_grad) for flat in unit.flats)
+        return index == 0, flats, resolve(plan, topology, unit.name)
+
+    groups = []
+    for _, members in groupby(enumerate(model.units), key=shape):
+        units = [unit for _, unit in members]
+        names = tuple(unit.name for unit in units)
+        groups.append(UnitGroup(names, units[0], resolve(plan, topology, units[0].name)))
+    return groups
+
+
+def collapse(events: tuple[Event, ...], groups: list[UnitGroup]) -> list[Event]:
+    """The events of one unit of each group, without those that set nothing off."""
+    shown = {group.first.name for group in groups}
+    found = []
+    for event in events:
+        ops = tuple(op for op in event.ops if op.unit in shown)
+        if ops:
+            found.append(Event(event.trigger, event.unit, ops))
+    return found
+
+
+def to_dict(explanation: Explanation) -> dict[str, Any]:
+    """The explanation in JSON's types."""
+    plan, topology = explanation.plan, explanation.topology
+    groups = group_units(plan, explanation.model, topology)
+    titles = {group.first.name: group for group in groups}
+    events = schedule(plan, explanation.model, topology, explanation.phase)
+    traffic = explanation.traffic
+    return {
+        "plan": tomllib.loads(dump_plan(plan)),
+        "levels": str(topology),
+        "accumulate": explanation.accumulate,
+        "units": [
+            {
+                "unit": group.label,
+                "count": len(group.names),
+                "numel": group.first.numel,
+                "rests": {
+                    state: {"rung": rung, "parts": group.rungs.ladder.parts[rung]}
+                    for state, rung in _rests(group.rungs).items()
+                },
+            }
+            for group in groups
+        ],
+        "phase": explanation.phase.value,
+        "schedule": [
+            {
+                "trigger": event.trigger.value,
+                "unit": titles[op.unit].label,
+                "count": len(titles[op.unit].names),
+                "op": op.kind.value,
+                "hops": [
+                    {"level": hop.level, "size": hop.size, "sent_bytes": hop.sent_bytes}
+                    for hop in op.hops
+                ],
+            }
+            for event in collapse(events, groups)
+            for op in event.ops
+        ],
+        "traffic": [
+            {"use": flow.use.value, "level": flow.level, "sent_bytes": flow.sent_bytes}
+            for flow in traffic.flows
+        ],
+        "leaving": [
+            {"level": leaving.level, "ranks": leaving.num_ranks, "sent_bytes": leaving.sent_bytes}
+            for leaving in traffic.leaving(topology)
+        ],
+        "memory": {term: getattr(explanation.memory, term) for term in MEMORY_TERMS},
+    }
+
+
+def _describe(name: str, plan: Plan, world: int) -> ModelSpec:
+    """The named model's spec; built on the meta device, so that its size costs nothing."""
+    import torch
+
+    from shardwise.model.inspect import describe
+    from shardwise.train.config import ModelConfig
+    from shardwise.train.models import build_model
+
+    with torch.device("meta"):
+        module = build_model(ModelConfig(name=name))
+    return describe(module, plan, world)
+
+
+def _rests(rungs: Rungs) -> dict[str, int]:
+    return {"P": rungs.params, "G": rungs.grads, "OS": rungs.optim, "keep": rungs.keep}
+
+
+def _print(explanation: Explanation) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    plan, topology, model = explanation.plan, explanation.topology, explanation.model
+    groups = group_units(plan, model, topology)
+    console.print(
+        f"Plan [bold]{escape(plan.name)}[/bold] on {topology} ({_ranks(topology.world)}), "
+        f"{len(model.units)} units, {format_count(model.numel)} parameters\n"
+    )
+    console.print("[bold]Where states rest[/bold]", _resolved_table(explanation, groups))
+    for rungs, members in groupby(groups, key=lambda group: group.rungs):
+        titles = ", ".join(group.title for group in members)
+        console.print(f"[bold]Ladder[/bold] of {titles}")
+        for line in ladder_lines(rungs, topology):
+            console.print(f"  {line}", markup=False)
+    console.print(
+        f"\n[bold]A pass, phase '{explanation.phase}'[/bold], with what a rank sends for one unit",
+        _schedule_table(explanation, groups),
+    )
+    batches = f" of {explanation.accumulate} micro-batches" if explanation.accumulate > 1 else ""
+    console.print(
+        f"[bold]Bytes that each rank sends[/bold] in a step{batches}", _traffic_table(explanation)
+    )
+    for leaving in explanation.traffic.leaving(topology):
+        console.print(
+            f"  leaving one {leaving.level} ({_ranks(leaving.num_ranks)}): "
+            f"{format_bytes(leaving.sent_bytes)} a step"
+        )
+    console.print("\n[bold]Memory a rank[/bold], without activations", _memory_table(explanation))
+
+
+def ladder_lines(rungs: Rungs, topology: Topology) -> Iterator[str]:
+    """A picture of the ladder from the full buffer down, with what rests on each rung."""
+    names = spreads(topology)
+    for rung, parts in enumerate(rungs.ladder.parts):
+        resting = [state for state, at in _rests(rungs).items() if at == rung]
+        if rungs.keep == rungs.params and "keep" in resting:
+            resting.remove("keep")
+        name = "full" if parts == 1 else names[parts]
+        mark = f"  <- {', '.join(resting)}" if resting else ""
+        yield f"rung {rung}  {name:<10} 1/{parts:<6}{mark}".rstrip()
+        if rung < rungs.bottom:
+            step = rungs.ladder.steps[rung]
+            yield f"  |     {_ranks(step.size)} on {step.level}, {step.stride} apart"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _table(*columns: str, numbers_from: int = 1) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for index, column in enumerate(columns):
+        table.add_column(
+            column, justify="right" if index >= numbers_from else "left", overflow="fold"
+        )
+    return table
+
+
+def _resolved_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table":
+    names = spreads(explanation.topology)
+    table = _table("units", "parameters", "P", "G", "OS", "keep")
+    for group in groups:
+        rungs = group.rungs
+        cells = []
+        for state, rung in _rests(rungs).items():
+            parts = rungs.ladder.parts[rung]
+            if state == "keep" and rung == rungs.params:
+                cells.append("none")
+            elif state == "keep" and rung == 0:
+                cells.append("full")
+            else:
+                cells.append(f"{names[parts]} 1/{parts}")
+        table.add_row(group.title, format_count(group.first.numel), *cells)
+    return table
+
+
+def _schedule_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table":
+    titles = {group.first.name: group.title for group in groups}
+    events = schedule(explanation.plan, explanation.model, explanation.topology, explanation.phase)
+    table = _table("when", "units", "what", "hops", numbers_from=4)
+    for event in collapse(events, groups):
+        for op in event.ops:
+            table.add_row(event.trigger, titles[op.unit], op.kind, _hops_text(op))
+    return table
+
+
+def _hops_text(op: Op) -> str:
+    return ", ".join(f"{hop.level} {format_bytes(hop.sent_bytes)}" for hop in op.hops)
+
+
+def _traffic_table(explanation: Explanation) -> "Table":
+    traffic, levels = explanation.traffic, explanation.topology.levels
+    table = _table("for", *(f"on {level.name}" for level in levels), "total")
+    for use in Use:
+        sent = [traffic.sent_bytes(use=use, level=level.name) for level in levels]
+        if sum(sent):
+            table.add_row(use, *map(format_bytes, [*sent, sum(sent)]))
+    totals = [traffic.sent_bytes(level=level.name) for level in levels]
+    table.add_section()
+    table.add_row("total", *map(format_bytes, [*totals, sum(totals)]))
+    return table
+
+
+def _memory_table(explanation: Explanation) -> "Table":
+    needed = explanation.memory
+    table = _table("for", "bytes", "share")
+    for term in MEMORY_TERMS:
+        if term == "total":
+            table.add_section()
+        num_bytes = getattr(needed, term)
+        share = num_bytes / needed.total if needed.total else 0
+        table.add_row(term.replace("_", " "), format_bytes(num_bytes), f"{share:.0%}")
+    return table

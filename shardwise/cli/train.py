@@ -1,0 +1,103 @@
+"""`shardwise train`: train a model on local workers and show how it goes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.common import JSON_OPTION, interruptible, print_json
+
+if TYPE_CHECKING:
+    from shardwise.train.metrics import Summary
+
+
+def train(
+    job: Annotated[
+        Path | None, typer.Argument(help="A job in TOML; every option in it has a default.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt-tiny ... gpt-xl, transformers:gpt2, or a config.json."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="stdlib, a text file, or a .bin or .npy token file.")
+    ] = None,
+    plan: Annotated[str | None, typer.Option(help="A preset's name or a plan's TOML file.")] = None,
+    levels: Annotated[
+        str | None, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Local processes to start.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Directory for metrics (default: runs/<timestamp>).")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other option: --set optim.lr=1e-4."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the whole job as TOML and stop.")
+    ] = False,
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Train a model; with no argument, a small GPT on the standard library's sources.
+
+    Examples:
+
+      shardwise train
+
+      shardwise train --plan zero2 --model gpt-tiny --steps 200
+
+      shardwise train --print-config > job.toml; shardwise train job.toml --set optim.lr=3e-4
+
+      torchrun --nproc-per-node 2 -m shardwise train job.toml
+    """
+    from shardwise.train import launch
+    from shardwise.train.config import load_config, parse_assignment
+    from shardwise.train.run import prepare_output, run_training
+
+    named = {
+        "model.name": model,
+        "data.source": data,
+        "plan": plan,
+        "levels": levels,
+        "workers": workers,
+        "train.steps": steps,
+        "output": output,
+    }
+    changes: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    changes.update(parse_assignment(text) for text in assignments or [])
+    config = load_config(job, changes)
+    if print_config:
+        typer.echo(config.to_toml(), nl=False)
+        return
+    directory = prepare_output(config)
+    with interruptible(f"; the run is in {directory}"):
+        summary = run_training(config, directory)
+    if not launch.is_rank_zero():
+        return
+    if as_json:
+        print_json(summary.to_dict())
+    else:
+        _print_summary(summary)
+
+
+def _print_summary(summary: "Summary") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.train.metrics import format_bytes, format_count
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{summary.model}, {format_count(summary.num_parameters)} parameters")
+    table.add_row("plan", f"{summary.plan} on {summary.ranks} ranks")
+    table.add_row("steps", f"{summary.steps} in {summary.seconds:.0f} s")
+    table.add_row("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}")
+    table.add_row("validation loss", f"{summary.val_loss:.4f}")
+    table.add_row("tokens/s", format_count(summary.tokens_per_s))
+    table.add_row("peak memory a rank", ", ".join(map(format_bytes, summary.peak_rss_bytes)))
+    table.add_row("metrics", summary.metrics)
+    Console().print(table)

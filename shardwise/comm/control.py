@@ -1,0 +1,94 @@
+"""The control group: small agreements between all ranks, always on gloo, with a time limit."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.errors import SyncError
+
+_GRACE_S = 3.0
+
+
+class Control:
+    """Exchanges a few integers between all ranks, and says who is missing when one is."""
+
+    def __init__(self, world: int, rank: int, limit_s: float) -> None:
+        self.world, self.rank, self._limit_s = world, rank, limit_s
+        self._group: dist.ProcessGroup | None = None
+        self._broken: SyncError | None = None
+        if world > 1:
+            limit = timedelta(seconds=limit_s)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+            self._name = f"shardwise/{self._group.group_name}"
+
+    def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Every rank's ``values`` (one row a rank); all must bring the same number of them."""
+        if self._group is None:
+            return values.unsqueeze(0)
+        if self._broken is not None:
+            raise self._broken
+        rows = torch.empty(self.world, values.numel(), dtype=values.dtype)
+        work = dist.all_gather(
+            list(rows.unbind(0)), values.contiguous(), group=self._group, async_op=True
+        )
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._broken = self._diagnose(what, error)
+            raise self._broken from error
+        return rows
+
+    def highest(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The element-wise maximum over all ranks."""
+        return self.exchange(values, what).amax(0)
+
+    def broadcast_object(self, value: object, what: str) -> object:
+        """Rank 0's value."""
+        if self._group is None:
+            return value
+        box = [value]
+        try:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        except RuntimeError as error:
+            raise self._diagnose(what, error) from error
+        return box[0]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites a CPU tensor with rank 0's."""
+        if self._group is not None:
+            dist.broadcast(tensor, src=0, group=self._group)
+
+    def close(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def report(self, what: str) -> None:
+        """Leaves a note of what this rank was doing, for the messages of others."""
+        if self._group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{self._name}/{self.rank}", what)
+
+    def _diagnose(self, what: str, error: RuntimeError) -> SyncError:
+        """Every rank that gives up says where it was; who says nothing is elsewhere or gone."""
+        store = dist.distributed_c10d._get_default_store()
+        places: dict[int, str] = {}
+        try:
+            self.report(what)
+            deadline = time.monotonic() + _GRACE_S
+            while len(places) < self.world and time.monotonic() < deadline:
+                for rank in set(range(self.world)) - places.keys():
+                    if store.check([f"{self._name}/{rank}"]):
+                        places[rank] = store.get(f"{self._name}/{rank}").decode()
+                time.sleep(0.05)
+        except RuntimeError:  # the store's host is gone: report what is known
+            places.setdefault(self.rank, what)
+        missing = sorted(set(range(self.world)) - places.keys())
+        lines = [f"Rank {self.rank} gave up on the {what} after at most {self._limit_s:.0f} s"]
+        lines += [f"rank {r} was at the {w}" for r, w in sorted(places.items()) if r != self.rank]
+        if missing:
+            lines.append(f"rank(s) {', '.join(map(str, missing))} did not arrive")
+        return SyncError("; ".join(lines) + f" ({str(error).splitlines()[0][:100]}).")

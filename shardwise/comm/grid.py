@@ -1,0 +1,144 @@
+"""From the grid to communication: the rank's place, process groups, and one link a hop and lane."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.control import Control
+from shardwise.comm.lane import Lane, make_lane
+from shardwise.comm.link import CollectiveLink, Labels, Link, PeerLink
+from shardwise.comm.local import LocalLink, readable
+from shardwise.core.errors import PlanError, UsageError
+from shardwise.core.topology import Level, Step, Topology
+
+DEFAULT_LIMIT_S = 600.0
+"""How long a rank waits for another before it is an error."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in the grid."""
+
+    rank: int
+    topology: Topology
+
+    @property
+    def world(self) -> int:
+        return self.topology.world
+
+
+@dataclass
+class Grid:
+    """Everything that a model needs to communicate: lanes, links and the control group."""
+
+    place: Place
+    device: torch.device
+    control: Control
+    gathers: Lane
+    reduces: Lane
+    labels: Labels
+    limit_s: float
+    _links: dict[tuple[str, Step], Link] = field(default_factory=dict)
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, place: Place, device: torch.device, limit_s: float) -> "Grid":
+        world = place.world
+        return cls(
+            place=place,
+            device=device,
+            control=Control(world, place.rank, limit_s),
+            gathers=make_lane("gather", device, world),
+            reduces=make_lane("reduce", device, world),
+            labels=Labels(),
+            limit_s=limit_s,
+        )
+
+    def connect(self, steps: Iterable[Step]) -> None:
+        """Makes the links of all ``steps``; every rank must call it with the same ones."""
+        for step in sorted(set(steps), key=lambda s: (s.stride, s.size)):
+            ranks = step.group(self.place.rank)
+            group = self._new_group(step)
+            local = self.device.type == "cpu" and readable(group, ranks, self.place.rank)
+            for lane in ("gather", "reduce"):
+                self._links[lane, step] = self._make_link(group, ranks, local=local)
+                if not local and lane == "gather":
+                    group = self._new_group(step)  # lanes run at once: each needs its own
+
+    def link(self, lane: str, step: Step) -> Link:
+        return self._links[lane, step]
+
+    def end_lanes(self) -> None:
+        """Ends the threads; for a model that nobody holds any more."""
+        self.gathers.close()
+        self.reduces.close()
+
+    def close(self) -> None:
+        """Ends lanes, links and groups, in this order, on all ranks together."""
+        self.end_lanes()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        self.control.close()
+
+    def _make_link(self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, local: bool) -> Link:
+        rank = self.place.rank
+        if self.device.type == "cuda":
+            return CollectiveLink(group, ranks, rank)
+        kind = LocalLink if local else PeerLink
+        return kind(group, ranks, rank, self.labels, self.limit_s)
+
+    def _new_group(self, step: Step) -> dist.ProcessGroup:
+        """This rank's process group for a step. All ranks make all groups of it, in one order:
+        groups made by their members alone share a name with destroyed ones of the same ranks."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in sorted({step.group(rank) for rank in range(self.place.world)}):
+            group = dist.new_group(
+                list(ranks),
+                backend="nccl" if self.device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=self.limit_s),
+            )
+            if self.place.rank in ranks:
+                mine = group
+        assert mine is not None
+        self._groups.append(mine)
+        return mine
+
+
+def find_place(levels: str | Topology | None, device: torch.device) -> Place:
+    """This process's place; starts ``torch.distributed`` from torchrun's environment if need be.
+
+    Without torchrun's environment there is one rank. Levels come from the argument or from
+    torchrun: ranks per node, and nodes.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend="cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if levels is None:
+        topology = _levels_of_torchrun(world)
+    else:
+        topology = levels if isinstance(levels, Topology) else Topology.parse(levels)
+    if topology.world != world:
+        raise PlanError(
+            f"Levels {topology} describe {topology.world} ranks, but {world} "
+            f"{'is' if world == 1 else 'are'} running; start {topology.world} or give other levels."
+        )
+    return Place(rank, topology)
+
+
+def _levels_of_torchrun(world: int) -> Topology:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if local < 1 or world % local:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE={local} does not divide the {world} ranks; give levels explicitly, "
+            "for example levels='world=%d'." % world
+        )
+    return Topology((Level("node", local), Level("world", world // local)))

@@ -1,0 +1,149 @@
+"""Lanes: ordered queues that run transfers beside the compute.
+
+On CPU a lane is a thread, on CUDA a stream. Work submitted to one lane runs in order of
+submission, which is the same on every rank; that is what makes collectives match.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Ticket(Protocol):
+    """A claim on submitted work."""
+
+    def wait(self) -> None:
+        """Returns (on CUDA: orders the current stream) after the work; raises what it raised."""
+
+
+class Lane(Protocol):
+    """An ordered queue of work."""
+
+    def submit(self, work: Callable[["Early"], None]) -> Ticket:
+        """Queues ``work``; it may call its argument when its result may already be used."""
+
+    def drain(self) -> None:
+        """Waits for everything submitted so far, including what follows an early result."""
+
+    def close(self) -> None:
+        """Ends the lane after the work already submitted."""
+
+
+Early = Callable[[], None]
+
+
+class _ThreadTicket:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class ThreadLane:
+    """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[Early], None], _ThreadTicket] | None] = (
+            queue.SimpleQueue()
+        )
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"shardwise-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[Early], None]) -> Ticket:
+        ticket = _ThreadTicket()
+        self._queue.put((work, ticket))
+        return ticket
+
+    def drain(self) -> None:
+        self.submit(lambda _: None).wait()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        # Inference mode and grad mode are per thread: transfers must never be recorded.
+        torch.set_grad_enabled(False)
+        while (item := self._queue.get()) is not None:
+            work, ticket = item
+            if self._broken is None:
+                try:
+                    work(ticket.finish)
+                except BaseException as error:  # delivered to whoever waits
+                    # Ranks are no longer in step after a failed transfer: all later ones fail too.
+                    self._broken = error
+            ticket.finish(self._broken)
+            del item, work, ticket  # the closure may own large buffers
+
+
+class _StreamTicket:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+class StreamLane:
+    """A lane for CUDA: one stream; work is enqueued at once and ordered by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, work: Callable[[Early], None]) -> Ticket:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            work(lambda: None)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _StreamTicket(event)
+
+    def drain(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class InlineLane:
+    """A lane for one rank: nothing travels, so work runs where it is submitted."""
+
+    def submit(self, work: Callable[[Early], None]) -> Ticket:
+        with torch.no_grad():
+            work(lambda: None)
+        return DONE
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Ticket = _Done()
+"""The ticket of work that is already over."""
+
+
+def make_lane(name: str, device: torch.device, world: int) -> Lane:
+    """The kind of lane that fits the device."""
+    if world == 1:
+        return InlineLane()
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)

@@ -1,0 +1,240 @@
+"""The link between ranks of one host: each reads its peers' memory straight from their process.
+
+Linux copies between processes of one user with ``process_vm_readv``: one copy, no socket, and no
+work for the owner. A small shared page, the *board*, says who has posted which exchange at which
+address and who has finished reading. Because the exchange's key stands on the board, ranks that
+are out of step find out at once, with both names, instead of mixing up their data.
+
+Only on x86-64: the board relies on stores becoming visible in program order.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.link import CHUNK_NUMEL, Labels, Summer, pieces
+from shardwise.core.errors import SyncError
+
+_POSTED, _KEY, _ADDRESS, _FINISHED, _PID = range(5)
+_FIELDS = 8
+_NAP_S = 20e-6
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class Board:
+    """A few integers a member, in memory that the members of one hop share."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
+        me = list(ranks).index(rank)
+        size = max(mmap.PAGESIZE, len(ranks) * _FIELDS * 8)
+        path = [None]
+        if me == 0:
+            handle, name = tempfile.mkstemp(prefix="shardwise-board-", dir=_shared_folder())
+            os.ftruncate(handle, size)
+            path = [name]
+        dist.broadcast_object_list(path, group_src=0, group=group)
+        if me != 0:
+            handle = os.open(path[0], os.O_RDWR)  # type: ignore[arg-type]
+        self._memory = mmap.mmap(handle, size)
+        os.close(handle)
+        self._cells = memoryview(self._memory).cast("q")
+        self.set(me, _PID, os.getpid())
+        dist.barrier(group=group)
+        if me == 0:
+            os.unlink(path[0])  # type: ignore[arg-type]
+
+    def get(self, member: int, field: int) -> int:
+        return self._cells[member * _FIELDS + field]
+
+    def set(self, member: int, field: int, value: int) -> None:
+        self._cells[member * _FIELDS + field] = value
+
+    def close(self) -> None:
+        self._cells.release()
+        self._memory.close()
+
+
+class LocalLink:
+    """Exchanges by reading the peers' memory. See the module's docstring."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        rank: int,
+        labels: Labels,
+        limit_s: float,
+    ) -> None:
+        self.size, self.coordinate = len(ranks), list(ranks).index(rank)
+        self._ranks, self._rank, self._labels, self._limit_s = ranks, rank, labels, limit_s
+        self._board = Board(group, ranks, rank)
+        self._count = 0
+        self._scratch = torch.empty(CHUNK_NUMEL * 8, dtype=torch.uint8)
+        self._summer = Summer()
+
+    def gather(self, buffer: torch.Tensor, key: int) -> None:
+        parts = pieces(buffer, self.size)
+        nbytes = parts[0].nbytes
+        self._post(parts[self.coordinate].data_ptr(), key)
+        for i in self._others():
+            address = self._await_post(i, key)
+            self._read(i, address, parts[i].data_ptr(), nbytes)
+        self._board.set(self.coordinate, _FINISHED, self._count)
+
+    def reduce(
+        self, buffer: torch.Tensor, out: torch.Tensor, key: int, *, scale: float, add: bool
+    ) -> None:
+        own = pieces(buffer, self.size)[self.coordinate]
+        self._post(buffer.data_ptr(), key)
+        offset = self.coordinate * own.nbytes
+        addresses = {i: self._await_post(i, key) + offset for i in self._others()}
+        scratch = self._scratch.view(own.dtype)
+        for chunk in self._summer.chunks(own.numel()):
+            numel = chunk.stop - chunk.start
+
+            def addend(i: int, chunk: slice = chunk, numel: int = numel) -> torch.Tensor:
+                if i == self.coordinate:
+                    return own[chunk]
+                start = chunk.start * own.itemsize
+                self._read(i, addresses[i] + start, scratch.data_ptr(), numel * own.itemsize)
+                return scratch[:numel]
+
+            total = self._summer.begin(addend(0))
+            for i in range(1, self.size):
+                total.add_(addend(i))
+            self._summer.store(total, out[chunk], scale, add)
+        self._board.set(self.coordinate, _FINISHED, self._count)
+
+    def finish(self) -> None:
+        for i in self._others():
+            self._until(i, _FINISHED, "finish")
+
+    def close(self) -> None:
+        self._board.close()
+
+    def _others(self) -> list[int]:
+        # Start with the next member, so that not everybody reads from the same one.
+        return [(self.coordinate + i) % self.size for i in range(1, self.size)]
+
+    def _post(self, address: int, key: int) -> None:
+        self.finish()  # the cells still belong to whoever reads the last exchange
+        self._count += 1
+        board, me = self._board, self.coordinate
+        board.set(me, _KEY, key)
+        board.set(me, _ADDRESS, address)
+        board.set(me, _POSTED, self._count)
+
+    def _await_post(self, member: int, key: int) -> int:
+        self._until(member, _POSTED, self._labels.name(key))
+        theirs = self._board.get(member, _KEY)
+        if theirs != key:
+            raise SyncError(
+                f"Ranks are out of step: rank {self._rank} runs the {self._labels.name(key)} while "
+                f"rank {self._ranks[member]} runs the {self._labels.name(theirs)}; "
+                "all ranks must use the model in the same way."
+            )
+        return self._board.get(member, _ADDRESS)
+
+    def _until(self, member: int, field: int, what: str) -> None:
+        begin, naps = time.monotonic(), 0
+        while self._board.get(member, field) < self._count:
+            time.sleep(_NAP_S)
+            naps += 1
+            if naps % 1000 == 0:
+                self._check_alive(member, time.monotonic() - begin, what)
+
+    def _check_alive(self, member: int, waited_s: float, what: str) -> None:
+        pid, peer = self._board.get(member, _PID), self._ranks[member]
+        if not os.path.exists(f"/proc/{pid}"):
+            raise SyncError(
+                f"Rank {peer} (process {pid}) has ended while rank {self._rank} waited for it "
+                f"in the {what}."
+            )
+        if waited_s > self._limit_s:
+            doing = self._labels.name(self._board.get(member, _KEY))
+            raise SyncError(
+                f"Rank {self._rank} waited {waited_s:.0f} s for rank {peer} in the {what}; "
+                f"the last exchange of rank {peer} was the {doing}."
+            )
+
+    def _read(self, member: int, remote: int, local: int, nbytes: int) -> None:
+        pid = self._board.get(member, _PID)
+        done = 0
+        while done < nbytes:  # the kernel stops a single call short of 2 GiB
+            count = _copy_from(pid, remote + done, local + done, nbytes - done)
+            if count <= 0:
+                raise SyncError(
+                    f"Rank {self._rank} could not read the memory of rank {self._ranks[member]} "
+                    f"(process {pid}): {os.strerror(ctypes.get_errno())}."
+                )
+            done += count
+
+
+def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
+    """Whether all members are on one host and may read each other's memory; collective."""
+    probe = torch.full((16,), rank, dtype=torch.int64)
+    mine = (_host_identity(), os.getpid(), probe.data_ptr())
+    seen: list[tuple[str, int, int] | None] = [None] * len(ranks)
+    _allow_reading()
+    dist.all_gather_object(seen, mine, group=group)
+    good = _supported() and all(peer is not None and peer[0] == mine[0] for peer in seen)
+    target = torch.empty_like(probe)
+    if good:
+        for peer, rank_there in zip(seen, ranks, strict=True):
+            assert peer is not None
+            count = _copy_from(peer[1], peer[2], target.data_ptr(), target.nbytes)
+            good &= count == target.nbytes and bool((target == rank_there).all())
+    verdicts: list[bool | None] = [None] * len(ranks)
+    dist.all_gather_object(verdicts, good, group=group)
+    return all(verdicts)
+
+
+def _supported() -> bool:
+    return platform.machine() == "x86_64" and hasattr(_libc(), "process_vm_readv")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _copy_from(pid: int, remote: int, local: int, nbytes: int) -> int:
+    call = _libc().process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    here, there = _IoVec(local, nbytes), _IoVec(remote, nbytes)
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    return int(call(pid, ctypes.byref(here), one, ctypes.byref(there), one, none))
+
+
+def _allow_reading() -> None:
+    """Lets processes of the same user read this one where Yama would allow only its parents."""
+    pr_set_ptracer, anybody = 0x59616D61, -1
+    if hasattr(_libc(), "prctl"):
+        _libc().prctl(pr_set_ptracer, ctypes.c_ulong(anybody & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
+
+
+def _host_identity() -> str:
+    """Equal for processes that share a kernel, a process table and a network.
+
+    The network namespace counts, so that emulated nodes talk over their emulated link.
+    """
+    parts = [platform.node()]
+    for path in ("/proc/self/ns/pid", "/proc/self/ns/net"):
+        try:
+            parts.append(os.readlink(path))
+        except OSError:
+            parts.append(f"unknown-{os.getpid()}")
+    return "|".join(parts)
+
+
+def _shared_folder() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

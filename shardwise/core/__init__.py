@@ -1,0 +1,1 @@
+"""Units, intervals, topology and errors: pure Python, no torch."""

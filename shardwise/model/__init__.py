@@ -1,0 +1,1 @@
+"""From an `nn.Module` to what the planner and the runtime need: units, deferred init, tiling."""

@@ -1,0 +1,146 @@
+"""From an ``nn.Module`` to units: which parameters are gathered, reduced and updated together."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shardwise.core.errors import PlanError
+from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
+from shardwise.plan.plan import Plan
+
+ROOT = "root"
+"""Name of the unit that has everything that no other unit has."""
+
+
+@dataclass
+class Members:
+    """A unit before it is laid out: its module and its parameters by name."""
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def find_members(model: nn.Module, plan: Plan) -> list[Members]:
+    """The units of a model, root first, then in the order of the module tree.
+
+    A parameter that several units' modules use belongs to the root, whose parameters are gathered
+    for a whole pass.
+    """
+    chosen = _named_units(model, plan.units) if plan.units else _found_units(model, plan)
+    members = {id(model): Members(ROOT, model)}
+    members |= {id(module): Members(name, module) for name, module in chosen}
+    users: dict[nn.Parameter, dict[int, None]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter, owner in _walk(model, members):
+        names.setdefault(parameter, name)
+        users.setdefault(parameter, {})[owner] = None
+    for parameter, owners in users.items():
+        owner = next(iter(owners)) if len(owners) == 1 else id(model)
+        members[owner].params[names[parameter]] = parameter
+    root, *others = members.values()
+    return [root, *(unit for unit in others if unit.params)]
+
+
+def describe(model: nn.Module, plan: Plan, world: int) -> ModelSpec:
+    """The model as planner and schedule see it; works on the meta device."""
+    return ModelSpec(tuple(spec_of(unit, world) for unit in find_members(model, plan)))
+
+
+def spec_of(unit: Members, world: int):  # type: ignore[no-untyped-def]
+    params = [
+        ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+        for name, p in unit.params.items()
+    ]
+    return lay_out(unit.name, params, world)
+
+
+def _walk(model: nn.Module, members: dict[int, Members]) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Every (name, parameter, id of the innermost unit's module), with repetitions."""
+    stack: list[tuple[str, nn.Module, int]] = [("", model, id(model))]
+    seen: set[tuple[int, int]] = set()
+    while stack:
+        prefix, module, owner = stack.pop()
+        owner = id(module) if id(module) in members else owner
+        if (id(module), owner) in seen:
+            continue
+        seen.add((id(module), owner))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter, owner
+        children = [
+            (f"{prefix}{n}.", c, owner) for n, c in module._modules.items() if c is not None
+        ]
+        stack += reversed(children)
+
+
+def _named_units(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in modules):
+            raise PlanError(
+                f"The plan's unit pattern '{pattern}' matches no module of "
+                f"{type(model).__name__}; module names look like "
+                f"{', '.join(repr(name) for name, _ in modules[:4])}."
+            )
+    return [(n, m) for n, m in modules if any(fnmatchcase(n, p) for p in patterns)]
+
+
+def _found_units(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
+    """Repeated blocks, outermost first, and leaf modules as heavy as a good part of one."""
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    _find_blocks(model, "", plan.min_unit_numel, blocks)
+    heaviest = max((_numel(module) for _, module in blocks.values()), default=0)
+    inside = {id(sub) for _, module in blocks.values() for sub in module.modules()}
+    uses = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    units = []
+    for name, module in model.named_modules():
+        if id(module) in blocks:
+            units.append((name, module))
+        elif (
+            blocks
+            and name
+            and id(module) not in inside
+            and _is_heavy_leaf(module, heaviest, plan, uses)
+        ):
+            units.append((name, module))
+    return units
+
+
+def _find_blocks(
+    module: nn.Module, prefix: str, min_numel: int, found: dict[int, tuple[str, nn.Module]]
+) -> None:
+    children = [(n, c) for n, c in module._modules.items() if c is not None]
+    kinds = Counter(type(child) for _, child in children)
+    is_container = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    for name, child in children:
+        path = f"{prefix}{name}"
+        if is_container and _is_block(child, kinds[type(child)], min_numel):
+            found.setdefault(id(child), (path, child))
+        else:
+            _find_blocks(child, f"{path}.", min_numel, found)
+
+
+def _is_block(module: nn.Module, siblings: int, min_numel: int) -> bool:
+    """A block is one of several of its kind, or has modules inside, and is large enough."""
+    repeated = siblings > 1 or any(True for _ in module.children())
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return repeated and not is_list and _numel(module) >= min_numel
+
+
+def _is_heavy_leaf(
+    module: nn.Module, heaviest: int, plan: Plan, uses: Counter[nn.Parameter]
+) -> bool:
+    own = [p for p in module._parameters.values() if p is not None]
+    is_leaf = not any(True for _ in module.children())
+    alone = all(uses[p] == 1 for p in own)
+    return (
+        is_leaf and alone and sum(p.numel() for p in own) >= max(plan.min_unit_numel, heaviest // 4)
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,148 @@
+"""How many bytes each rank needs under a plan: one small function a term.
+
+Counts what the runtime allocates for states and transfers; activations are the model's own.
+``parts[x]`` is the number of parts on the rung of x, ``numel`` a flat's padded size.
+"""
+
+from dataclasses import dataclass
+
+from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
+from shardwise.core.topology import Topology
+from shardwise.plan.plan import Plan, Rungs, resolve
+from shardwise.plan.schedule import trained_flats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of each term on one rank."""
+
+    params: int
+    """sum over flats: numel / parts[P] * bytes(compute)."""
+    kept: int
+    """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
+    gathered: int
+    """root in full + (prefetch + 1) * the largest inner unit in full, in the compute dtype; only
+    units with P > rung 0, and inner ones only if they are not kept in full."""
+    grads: int
+    """sum over trained flats: numel / parts[OS] * bytes(master), and, where accumulation rests on
+    another rung, numel / parts[G] * bytes(master)."""
+    grad_buffers: int
+    """2 * the largest unit's trained flats in full * bytes(reduce): one filled by backward while
+    the other travels."""
+    optim: int
+    """sum over trained flats: (optim_words + 1 if master differs from compute) * numel / parts[OS]
+    * bytes(master)."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all terms: an upper bound of what is held at once."""
+        return self.params + self.kept + self.gathered + self.grads + self.grad_buffers + self.optim
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A unit with its plan resolved."""
+
+    unit: UnitSpec
+    plan: Plan
+    rungs: Rungs
+
+    def part_numel(self, flat: FlatSpec, rung: int) -> int:
+        return flat.numel // self.rungs.ladder.parts[rung]
+
+    def compute_bytes(self, rung: int) -> int:
+        """All flats of the unit on a rung, in the compute dtype."""
+        return sum(
+            self.part_numel(flat, rung) * self.dtype_bytes("compute", flat)
+            for flat in self.unit.flats
+        )
+
+    def dtype_bytes(self, use: str, flat: FlatSpec) -> int:
+        return DTYPE_BYTES[self.dtype(use, flat)]
+
+    def dtype(self, use: str, flat: FlatSpec) -> str:
+        precision = self.plan.precision
+        choose = {
+            "compute": precision.compute_dtype,
+            "reduce": precision.reduce_dtype,
+            "master": precision.master_dtype,
+        }
+        return choose[use](flat.dtype)
+
+
+def memory(
+    plan: Plan,
+    model: ModelSpec,
+    topology: Topology,
+    *,
+    optim_words: int = 2,
+    accumulates: bool = False,
+) -> Memory:
+    """What each rank holds in a training step.
+
+    ``optim_words`` is what the optimizer stores for an element (Adam: 2). ``accumulates`` says
+    that steps have several micro-batches under ``no_sync``.
+    """
+    placed = [
+        _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
+        for unit in model.units
+    ]
+    return Memory(
+        params=sum(_params(unit) for unit in placed),
+        kept=sum(_kept(unit) for unit in placed[1:]),
+        gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
+        grads=sum(_grads(unit, accumulates) for unit in placed),
+        grad_buffers=_grad_buffers(placed),
+        optim=sum(_optim(unit, optim_words) for unit in placed),
+    )
+
+
+def _params(placed: _Placed) -> int:
+    return placed.compute_bytes(placed.rungs.params)
+
+
+def _kept(placed: _Placed) -> int:
+    rungs = placed.rungs
+    return placed.compute_bytes(rungs.keep) if rungs.keep < rungs.params else 0
+
+
+def _gathered_root(root: _Placed) -> int:
+    return root.compute_bytes(0) if root.rungs.params > 0 else 0
+
+
+def _gathered_inner(inner: list[_Placed], prefetch: int) -> int:
+    sizes = [unit.compute_bytes(0) for unit in inner if unit.rungs.params > 0 < unit.rungs.keep]
+    return min(prefetch + 1, len(sizes)) * max(sizes, default=0)
+
+
+def _grads(placed: _Placed, accumulates: bool) -> int:
+    rungs = placed.rungs
+    rests = [rungs.optim]
+    if accumulates and rungs.grads != rungs.optim:
+        rests.append(rungs.grads)
+    return sum(
+        placed.part_numel(flat, rung) * placed.dtype_bytes("master", flat)
+        for flat in trained_flats(placed.unit)
+        for rung in rests
+    )
+
+
+def _grad_buffers(units: list[_Placed]) -> int:
+    full = (
+        sum(flat.numel * unit.dtype_bytes("reduce", flat) for flat in trained_flats(unit.unit))
+        for unit in units
+    )
+    return 2 * max(full, default=0)
+
+
+def _optim(placed: _Placed, optim_words: int) -> int:
+    def words(flat: FlatSpec) -> int:
+        has_master = placed.dtype("master", flat) != placed.dtype("compute", flat)
+        return optim_words + has_master
+
+    return sum(
+        words(flat)
+        * placed.part_numel(flat, placed.rungs.optim)
+        * placed.dtype_bytes("master", flat)
+        for flat in trained_flats(placed.unit)
+    )

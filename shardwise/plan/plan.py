@@ -1,0 +1,141 @@
+"""What a plan is: where parameters, gradients and optimizer states rest, and what is kept.
+
+[Note: Glossary]
+unit      parameters that are gathered, reduced and updated together; usually one block
+flat      a unit's parameters of one dtype, end to end in one padded buffer
+spread    how far a state is cut: none (every rank has all of it), a level's name, or level:n
+rung      a step of the ladder (core/topology.py); rung 0 is the full buffer
+part      what one rank owns of a flat on some rung
+gather    parts climb to a finer-grained owner's view: from P's rung towards rung 0
+reduce    gradients descend from rung 0 to OS's rung, summed at each hop
+refresh   updated parameters climb from OS's rung to P's
+keep      the rung of P that survives between forward and backward
+master    the copy of the parameters that the optimizer updates, when its dtype differs
+"""
+
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from shardwise.core.layout import DTYPE_BYTES
+from shardwise.core.topology import Ladder, Topology
+
+KEEP_UNTIL = ("backward", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan:
+    """How one of the three states rests between uses."""
+
+    spread: str = "none"
+    """``none``, the name of a level, or ``level:n`` to stop inside a level."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes of a step, by their torch names; None leaves the choice written beside it."""
+
+    compute: str | None = None
+    """Parameters in forward and backward. None: as the model has them."""
+    reduce: str | None = None
+    """Gradients while they travel; sums are made in the master's dtype. None: as computed."""
+    master: str | None = None
+    """What the optimizer updates, and gradient accumulators. None: float32, or wider if the model is."""
+
+    def compute_dtype(self, dtype: str) -> str:
+        return self.compute if self.compute and _is_float(dtype) else dtype
+
+    def reduce_dtype(self, dtype: str) -> str:
+        return self.reduce if self.reduce and _is_float(dtype) else self.compute_dtype(dtype)
+
+    def master_dtype(self, dtype: str) -> str:
+        """The master's dtype for a parameter that the model has in ``dtype``."""
+        wide = dtype if DTYPE_BYTES[dtype] > 4 else "float32"
+        return self.master if self.master and _is_float(dtype) else wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """Other spreads for the units whose name matches ``unit`` (``*`` and ``?`` as in a shell)."""
+
+    unit: str
+    params: StatePlan | None = None
+    grads: StatePlan | None = None
+    optim: StatePlan | None = None
+    keep: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where P, G and OS rest, what is kept, and in which dtypes a step runs."""
+
+    name: str = "custom"
+    params: StatePlan = field(default_factory=StatePlan)
+    grads: StatePlan = field(default_factory=StatePlan)
+    optim: StatePlan = field(default_factory=StatePlan)
+    keep: str = "none"
+    """What survives of gathered parameters after forward: ``none``, a spread, or ``full``."""
+    keep_until: str = "backward"
+    """``backward`` drops the kept rung there; ``step`` keeps it for all micro-batches of a step."""
+    precision: Precision = field(default_factory=Precision)
+    prefetch: int = 1
+    """How many units ahead of their use are gathered."""
+    units: tuple[str, ...] = ()
+    """Patterns of module names that are units; empty: found automatically."""
+    min_unit_numel: int = 100_000
+    """Automatically found units smaller than this stay in the root unit."""
+    overrides: tuple[Override, ...] = ()
+    """Later overrides win over earlier ones."""
+
+    def for_unit(self, unit: str) -> "Plan":
+        """This plan with the overrides that match a unit applied."""
+        plan = self
+        for override in self.overrides:
+            if fnmatchcase(unit, override.unit):
+                plan = replace(
+                    plan,
+                    params=override.params or plan.params,
+                    grads=override.grads or plan.grads,
+                    optim=override.optim or plan.optim,
+                    keep=override.keep or plan.keep,
+                )
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Rungs:
+    """A plan resolved for one unit on one topology: every state's rung on one ladder."""
+
+    ladder: Ladder
+    params: int
+    grads: int
+    optim: int
+    keep: int
+    """The rung kept between forward and backward; equal to ``params`` when nothing more is kept."""
+
+    @property
+    def bottom(self) -> int:
+        return self.ladder.bottom
+
+
+def keep_factor(plan: Plan, topology: Topology) -> int:
+    """Number of parts of the kept rung: P's own when nothing is kept, 1 when all of it is."""
+    if plan.keep == "none":
+        return topology.factor(plan.params.spread)
+    return 1 if plan.keep == "full" else topology.factor(plan.keep)
+
+
+def resolve(plan: Plan, topology: Topology, unit: str) -> Rungs:
+    """The rungs of a unit's states. The plan must be legal (``validate.check``)."""
+    plan = plan.for_unit(unit)
+    keep = keep_factor(plan, topology)
+    params, grads, optim = (
+        topology.factor(state.spread) for state in (plan.params, plan.grads, plan.optim)
+    )
+    ladder = topology.ladder((keep, params, grads, optim))
+    return Rungs(
+        ladder, ladder.rung(params), ladder.rung(grads), ladder.rung(optim), ladder.rung(keep)
+    )
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype

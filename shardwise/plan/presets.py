@@ -1,0 +1,67 @@
+"""Strategies by name: each a small function that returns a Plan. Nothing else knows a 'stage'."""
+
+from collections.abc import Callable
+
+from shardwise.plan.plan import Plan, Precision, StatePlan
+
+__all__ = ["PRESETS", "amsp", "ddp", "fsdp", "hsdp", "mics", "zero1", "zero2", "zero3"]
+
+
+def _plan(
+    name: str, params: str, grads: str, optim: str, keep: str, precision: Precision | None
+) -> Plan:
+    return Plan(
+        name=name,
+        params=StatePlan(spread=params),
+        grads=StatePlan(spread=grads),
+        optim=StatePlan(spread=optim),
+        keep=keep,
+        precision=precision or Precision(),
+    )
+
+
+def ddp(*, precision: Precision | None = None) -> Plan:
+    """Everything replicated; gradients averaged over all ranks."""
+    return _plan("ddp", "none", "none", "none", "none", precision)
+
+
+def zero1(*, precision: Precision | None = None) -> Plan:
+    """Optimizer states cut over all ranks."""
+    return _plan("zero1", "none", "none", "world", "none", precision)
+
+
+def zero2(*, precision: Precision | None = None) -> Plan:
+    """Optimizer states and gradients cut over all ranks."""
+    return _plan("zero2", "none", "world", "world", "none", precision)
+
+
+def zero3(*, keep: str = "none", precision: Precision | None = None) -> Plan:
+    """All three states cut over all ranks. ``keep="node"`` is ZeRO++'s secondary partition."""
+    return _plan("zero3", "world", "world", "world", keep, precision)
+
+
+def fsdp(*, reshard_after_forward: bool = True, precision: Precision | None = None) -> Plan:
+    """PyTorch's fully_shard: zero3, optionally keeping gathered parameters until backward."""
+    keep = "none" if reshard_after_forward else "full"
+    return _plan("fsdp", "world", "world", "world", keep, precision)
+
+
+def hsdp(*, keep: str = "none", precision: Precision | None = None) -> Plan:
+    """All three states cut inside a node, replicated between nodes."""
+    return _plan("hsdp", "node", "node", "node", keep, precision)
+
+
+def mics(group: str = "node", *, precision: Precision | None = None) -> Plan:
+    """MiCS: all three states cut over a group of any size, for example ``node:4`` or ``world:2``."""
+    return _plan("mics", group, group, group, "none", precision)
+
+
+def amsp(*, precision: Precision | None = None) -> Plan:
+    """AMSP's own: parameters and gradients inside a node, optimizer states over all ranks."""
+    return _plan("amsp", "node", "node", "world", "none", precision)
+
+
+PRESETS: dict[str, Callable[[], Plan]] = {
+    preset.__name__: preset for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, mics, amsp)
+}
+"""Presets by name, as the command line and plan files know them."""

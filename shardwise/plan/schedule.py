@@ -1,0 +1,242 @@
+"""What a step does under a plan, as data: triggers, and the operations that they set off.
+
+One schedule, two interpreters: at run time hooks fire the triggers and the runtime executes the
+operations; ``explain`` (and the simulator) walk the expected order and price them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
+from shardwise.core.topology import Topology
+from shardwise.plan.plan import Plan, Rungs, resolve
+
+
+class Phase(StrEnum):
+    """Which pass of a step this is; accumulation makes the difference."""
+
+    ONLY = "only"
+    """The one micro-batch of a step without accumulation."""
+    FIRST = "first"
+    """The first of several micro-batches under ``no_sync``."""
+    MIDDLE = "middle"
+    """A further micro-batch under ``no_sync``."""
+    LAST = "last"
+    """The micro-batch that synchronises."""
+    EVAL = "eval"
+    """A forward without backward."""
+
+    @property
+    def synchronises(self) -> bool:
+        return self in (Phase.ONLY, Phase.LAST)
+
+    @property
+    def opens_step(self) -> bool:
+        return self in (Phase.ONLY, Phase.FIRST)
+
+
+class Trigger(StrEnum):
+    """The moments at which operations are set off."""
+
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"
+    BEFORE_BACKWARD = "before backward"
+    AFTER_BACKWARD = "after backward"
+    GRADS_READY = "gradients ready"
+    STEP = "step"
+
+
+class Kind(StrEnum):
+    """What an operation does."""
+
+    GATHER = "gather"
+    """Parameters climb from the rung that is held to rung 0."""
+    KEEP = "keep"
+    """The kept rung is copied out before the full buffer goes."""
+    FREE = "free"
+    """The full buffer goes back to its pool."""
+    REDUCE = "reduce"
+    """Gradients descend, summed at each hop."""
+    SPREAD = "spread"
+    """Gradients that replicas share climb back from the bottom to OS's rung."""
+    STEP = "step"
+    """The optimizer updates OS's part."""
+    REFRESH = "refresh"
+    """Updated parameters climb from OS's rung to P's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One exchange between the ``size`` ranks of a step of the ladder."""
+
+    step: int
+    """Index of the ladder's step: the hop joins rung ``step`` and rung ``step + 1``."""
+    level: str
+    size: int
+    sent_bytes: int
+    """What each rank sends (and receives) on this hop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation on one unit, with the hops that it walks in order."""
+
+    kind: Kind
+    unit: str
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(hop.sent_bytes for hop in self.hops)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A trigger on a unit, and what it sets off; ``unit`` is empty for the step."""
+
+    trigger: Trigger
+    unit: str
+    ops: tuple[Op, ...]
+
+
+UnitOps = dict[Trigger, tuple[Op, ...]]
+
+
+def unit_ops(unit: UnitSpec, rungs: Rungs, plan: Plan, phase: Phase, *, encloses: bool) -> UnitOps:
+    """The operations of one unit in one phase.
+
+    ``encloses`` marks the root unit: its forward surrounds all others', so that its parameters
+    stay gathered from the beginning of forward to the end of backward.
+    """
+    kept = 0 if encloses else min(rungs.keep, rungs.params)
+    from_rung = rungs.params
+    if plan.keep_until == "step" and not phase.opens_step and phase is not Phase.EVAL:
+        from_rung = kept
+    ops: UnitOps = dict.fromkeys(Trigger, ())
+    if not unit.flats:
+        return ops
+    if gather := gather_op(unit, rungs, plan, from_rung):
+        ops[Trigger.BEFORE_FORWARD] = (gather,)
+    if rungs.params > 0:
+        ops[Trigger.AFTER_FORWARD] = _after_forward(unit, from_rung, kept, phase)
+        if phase is not Phase.EVAL:
+            if gather := gather_op(unit, rungs, plan, kept):
+                ops[Trigger.BEFORE_BACKWARD] = (gather,)
+            if not (plan.keep_until == "step" and kept == 0 and not phase.synchronises):
+                ops[Trigger.AFTER_BACKWARD] = (Op(Kind.FREE, unit.name),)
+    if phase is not Phase.EVAL and (trained := trained_flats(unit)):
+        ops[Trigger.GRADS_READY] = _grads_ready(unit, trained, rungs, plan, phase)
+        if phase.synchronises:
+            ops[Trigger.STEP] = _step(unit, trained, rungs, plan)
+    return ops
+
+
+def schedule(
+    plan: Plan,
+    model: ModelSpec,
+    topology: Topology,
+    phase: Phase = Phase.ONLY,
+    order: Sequence[str] | None = None,
+) -> tuple[Event, ...]:
+    """The expected events of one pass (and, where it synchronises, the step), in order.
+
+    ``order`` names the units in the order of their forward; the default is the module tree's.
+    The root unit is the model's first.
+    """
+    root = model.units[0].name
+    units = {unit.name: unit for unit in model.units}
+    inner = [name for name in (order or units) if name != root]
+    ops = {
+        name: unit_ops(
+            unit, resolve(plan, topology, name), plan.for_unit(name), phase, encloses=name == root
+        )
+        for name, unit in units.items()
+    }
+
+    def fire(trigger: Trigger, name: str) -> Event:
+        return Event(trigger, name, ops[name][trigger])
+
+    events = [fire(Trigger.BEFORE_FORWARD, root)]
+    for name in inner:
+        events += [fire(Trigger.BEFORE_FORWARD, name), fire(Trigger.AFTER_FORWARD, name)]
+    events.append(fire(Trigger.AFTER_FORWARD, root))
+    if phase is Phase.EVAL:
+        return tuple(events)
+    events.append(fire(Trigger.BEFORE_BACKWARD, root))
+    for name in reversed(inner):
+        for trigger in (Trigger.BEFORE_BACKWARD, Trigger.GRADS_READY, Trigger.AFTER_BACKWARD):
+            events.append(fire(trigger, name))
+    events += [fire(Trigger.GRADS_READY, root), fire(Trigger.AFTER_BACKWARD, root)]
+    if phase.synchronises:
+        steps = tuple(
+            op for name in dict.fromkeys((root, *inner)) for op in ops[name][Trigger.STEP]
+        )
+        events.append(Event(Trigger.STEP, "", steps))
+    return tuple(events)
+
+
+def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:
+    """The flats that have gradients and optimizer states."""
+    return tuple(flat for flat in unit.flats if flat.requires_grad)
+
+
+def _after_forward(unit: UnitSpec, from_rung: int, kept: int, phase: Phase) -> tuple[Op, ...]:
+    free = Op(Kind.FREE, unit.name)
+    if phase is Phase.EVAL:
+        return (free,)
+    if kept == 0:
+        return ()
+    # Gathered from the kept rung, or from P's own: nothing new to keep.
+    return (free,) if kept == from_rung else (Op(Kind.KEEP, unit.name), free)
+
+
+def _grads_ready(
+    unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan, phase: Phase
+) -> tuple[Op, ...]:
+    precision = plan.precision
+    sizes = [(flat, precision.reduce_dtype(flat.dtype)) for flat in flats]
+    if not phase.synchronises:
+        return (Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.grads)),)
+    # Replicas of OS's part reduce on to the bottom and gather back, so that each element is
+    # summed in exactly one place and every replica gets the same bits.
+    down = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom))
+    if rungs.optim == rungs.bottom:
+        return (down,)
+    masters = [(flat, precision.master_dtype(flat.dtype)) for flat in flats]
+    up = tuple(reversed(_hops(masters, rungs, rungs.optim, rungs.bottom)))
+    return (down, Op(Kind.SPREAD, unit.name, up))
+
+
+def _step(unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[Op, ...]:
+    step = Op(Kind.STEP, unit.name)
+    if rungs.params == rungs.optim:
+        return (step,)
+    sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in flats]
+    climb = tuple(reversed(_hops(sizes, rungs, rungs.params, rungs.optim)))
+    return (step, Op(Kind.REFRESH, unit.name, climb))
+
+
+def gather_op(unit: UnitSpec, rungs: Rungs, plan: Plan, from_rung: int) -> Op | None:
+    """The climb from a rung to the full buffer; None where there is nothing to climb."""
+    if from_rung == 0:
+        return None
+    sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in unit.flats]
+    return Op(Kind.GATHER, unit.name, tuple(reversed(_hops(sizes, rungs, 0, from_rung))))
+
+
+def _hops(
+    sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, top: int, bottom: int
+) -> tuple[Hop, ...]:
+    """The hops between two rungs, from the top down."""
+    ladder = rungs.ladder
+    hops = []
+    for index in range(top, bottom):
+        step = ladder.steps[index]
+        if step.size == 1:
+            continue
+        part_bytes = sum(
+            flat.numel // ladder.parts[index + 1] * DTYPE_BYTES[dtype] for flat, dtype in sizes
+        )
+        hops.append(Hop(index, step.level, step.size, (step.size - 1) * part_bytes))
+    return tuple(hops)

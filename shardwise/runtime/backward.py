@@ -1,0 +1,191 @@
+"""Gradients: from their arrival at a parameter to the reduced part that rests.
+
+Gradients arrive one parameter at a time and are copied into their flat's full buffer. A unit's
+reduction starts when all gradients that the recorded backward had for it have arrived, in the
+recorded order, so that reductions match on all ranks and overlap the rest of backward. What is
+missing at the end of backward is reduced as zeros; what arrives after its unit was reduced is
+reduced once more.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.comm.lane import Ticket
+from shardwise.core.errors import UsageError
+from shardwise.plan.schedule import Trigger
+from shardwise.runtime import grads
+from shardwise.runtime.flat import ParamSlot
+from shardwise.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from shardwise.runtime.runtime import Runtime
+
+IN_FLIGHT = 2
+"""At most this many units' full gradients travel while another one is being filled."""
+
+
+class Backward:
+    """The gradients of the current backward pass of one model."""
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
+        self.active = False
+        self.creates_graph = False
+        self._order: list[Unit] | None = None
+        """Units in the order of their reductions; None until one backward was recorded."""
+        self._expected: dict[ParamSlot, int] = {}
+        """How many gradients each parameter got in the recorded backward."""
+        self._missing: dict[Unit, int] = {}
+        self._completed: list[Unit] = []
+        self._launched: set[Unit] = set()
+        self._next = 0
+        self._tickets: list[Ticket] = []
+
+    # --- the pass -----------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Starts a backward unless one is running; returns whether it did."""
+        creates_graph = torch.is_grad_enabled()
+        if self.active:
+            self.creates_graph |= creates_graph
+            return False
+        self.active, self.creates_graph = True, creates_graph
+        self._completed.clear()
+        self._launched.clear()
+        self._next = 0
+        self._missing = dict.fromkeys(self._trained_units(), 0)
+        for slot, count in self._expected.items():
+            self._missing[slot.unit] += count
+        grads.take_back(self._runtime.trained_slots)
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        return True
+
+    def arrive(self, slot: ParamSlot) -> None:
+        """A parameter's local gradient was accumulated by autograd: take it."""
+        parameter, unit = slot.parameter, slot.unit
+        grad = parameter.grad
+        if grad is None:
+            return
+        if unit.travels and not slot.flat.full.filled:
+            raise UsageError(
+                f"A gradient reached '{slot.name}' while unit '{unit.name}' was not gathered: its "
+                "output left the module in a form that was not recognised; return tensors, "
+                "tuples, lists, dicts or dataclasses from forward, or name other units in the plan."
+            )
+        parameter.grad = None
+        if slot.flat.grad is None:
+            self._limit_in_flight()
+        place = slot.flat.open_grad()[slot.spec.interval.relative_to(0)]
+        with torch.no_grad():
+            dense = grad.to_dense() if grad.is_sparse else grad.detach()
+            place = place.view(slot.spec.param.shape)
+            place.add_(dense) if slot.pending else place.copy_(dense)
+        slot.pending = slot.used = True
+        slot.arrivals += 1
+        self._count(slot)
+
+    def finish(self) -> None:
+        """The end of backward: everything is reduced, and ``p.grad`` shows it."""
+        if not self.active:
+            return
+        runtime = self._runtime
+        try:
+            self._finish_reductions()
+        finally:
+            self.active = False
+            self._tickets.clear()
+        runtime.end_backward()
+        grads.show(runtime.trained_slots)
+        runtime.accumulated = not runtime.sync
+
+    def finish_interrupted(self) -> None:
+        """A backward that ended in an exception is finished with what had arrived."""
+        if self.active:
+            self.finish()
+
+    def took(self, unit: Unit) -> bool:
+        """Whether all gradients of a unit have been taken in this backward."""
+        return unit in self._launched
+
+    # --- reductions ---------------------------------------------------------------------------
+
+    def _count(self, slot: ParamSlot) -> None:
+        unit = slot.unit
+        if self._order is None:
+            if unit in self._completed:
+                self._completed.remove(unit)
+            self._completed.append(unit)
+        elif slot.arrivals <= self._expected.get(slot, 0):
+            self._missing[unit] -= 1
+            order = self._order
+            while self._next < len(order) and self._is_complete(order[self._next]):
+                self._launch(order[self._next])
+                self._next += 1
+
+    def _is_complete(self, unit: Unit) -> bool:
+        return self._missing[unit] == 0 and any(slot.pending for slot in unit.slots)
+
+    def _launch(self, unit: Unit) -> None:
+        """Reduces a unit's gradients; parameters without one contribute zeros."""
+        runtime = self._runtime
+        for slot in unit.slots:
+            if slot.spec.param.requires_grad and not slot.pending:
+                slot.flat.open_grad()[slot.spec.interval.relative_to(0)].zero_()
+            slot.pending = False
+        for flat in unit.trained:
+            flat.open_grad()[flat.spec.slots[-1].interval.stop :].zero_()
+        phase = runtime.phase()
+        self._tickets.append(unit.reduce(phase, 1.0 / runtime.divisor))
+        self._launched.add(unit)
+        for op in unit.ops(phase, Trigger.GRADS_READY):
+            runtime.emit(op)
+        runtime.grads_taken(unit)
+
+    def _limit_in_flight(self) -> None:
+        while len(self._tickets) >= IN_FLIGHT:
+            self._tickets.pop(0).wait()
+
+    def _finish_reductions(self) -> None:
+        units = self._trained_units()
+        if not units:
+            return
+        order = self._order if self._order is not None else self._agree_on_order(units)
+        for unit in order:
+            if unit not in self._launched:
+                self._limit_in_flight()
+                self._launch(unit)
+        for unit in self._exchange_flags(units):
+            self._runtime.counters.late_reduces += 1
+            self._limit_in_flight()
+            self._launch(unit)
+        while self._tickets:
+            self._tickets.pop(0).wait()
+        if self._order is None:
+            self._order = order
+            self._expected = {s: s.arrivals for s in self._runtime.trained_slots if s.arrivals}
+
+    def _agree_on_order(self, units: list[Unit]) -> list[Unit]:
+        """Rank 0's order of completion, then whatever it did not use."""
+        mine = self._completed + [unit for unit in units if unit not in self._completed]
+        indices = self._runtime.grid.control.broadcast_object(
+            [unit.index for unit in mine], "order of reductions in the first backward"
+        )
+        assert isinstance(indices, list)
+        return [self._runtime.units[i] for i in indices]
+
+    def _exchange_flags(self, units: list[Unit]) -> list[Unit]:
+        """Learns which parameters any rank used; returns the units that any rank has more for."""
+        runtime, slots = self._runtime, self._runtime.trained_slots
+        flags = [slot.used for slot in slots]
+        flags += [any(slot.pending for slot in unit.slots) for unit in units]
+        if runtime.sync or any(unit.rungs.grads > 0 for unit in units):
+            mine = torch.tensor(flags, dtype=torch.uint8)
+            flags = runtime.grid.control.highest(mine, "end of a backward").tolist()
+        for slot, used in zip(slots, flags, strict=False):
+            slot.has_grad = slot.has_grad or bool(used)
+            slot.used = bool(used) and not runtime.sync
+        return [unit for unit, late in zip(units, flags[len(slots) :], strict=True) if late]
+
+    def _trained_units(self) -> list[Unit]:
+        return [unit for unit in self._runtime.units if unit.trained]

@@ -1,0 +1,132 @@
+"""Turning a model's parameters into units, flats and parts, and back."""
+
+import torch
+from torch import nn
+
+from shardwise.comm.grid import Grid
+from shardwise.core.layout import ModelSpec, UnitSpec
+from shardwise.model.deferred import is_deferred, materialize
+from shardwise.model.inspect import Members
+from shardwise.plan.plan import Plan, resolve
+from shardwise.runtime import guard
+from shardwise.runtime.flat import Dtypes, Flat, ParamSlot, Pools
+from shardwise.runtime.memory import Pool
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import Unit
+
+
+def target_device(model: nn.Module) -> torch.device:
+    """Where the model's states live: where its parameters are, or the accelerator, or CPU."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def build_runtime(
+    model: nn.Module, plan: Plan, grid: Grid, members: list[Members], spec: ModelSpec
+) -> Runtime:
+    """Lays every unit into its parts, one after the other; collective."""
+    pools = Pools(Pool(grid.device), Pool(grid.device))
+    resolved = [resolve(plan, grid.place.topology, unit.name) for unit in spec.units]
+    grid.connect(step for rungs in resolved for step in rungs.ladder.steps)
+    seed = grid.control.broadcast_object(torch.initial_seed(), "seed")
+    assert isinstance(seed, int)
+    _settle_buffers(model, grid, seed)
+    units = []
+    for index, (unit, unit_spec, rungs) in enumerate(
+        zip(members, spec.units, resolved, strict=True)
+    ):
+        flats = [
+            Flat(flat, rungs, grid.place.rank, Dtypes.of(plan, flat.dtype), grid.device, pools)
+            for flat in unit_spec.flats
+        ]
+        built = Unit(
+            index,
+            unit_spec,
+            unit.module,
+            rungs,
+            plan.for_unit(unit.name),
+            grid,
+            flats,
+            encloses=index == 0,
+        )
+        _fill_unit(built, unit, unit_spec, grid, seed)
+        units.append(built)
+    runtime = Runtime(model, plan, grid, units, pools)
+    for slot in runtime.slots:
+        slot.runtime = runtime
+    return runtime
+
+
+def _fill_unit(built: Unit, unit: Members, spec: UnitSpec, grid: Grid, seed: int) -> None:
+    """Moves a unit's values into its parts; never holds more than one parameter beside them."""
+    for flat in built.flats:
+        if flat.spec.requires_grad and flat.dtypes.master != flat.dtypes.compute:
+            flat.make_master()  # before the values are rounded to the compute dtype
+        for slot_spec in flat.spec.slots:
+            parameter = unit.params[slot_spec.param.name]
+            slot = ParamSlot(slot_spec.param.name, parameter, slot_spec, flat)
+            slot.unit = built
+            value = _value_of(parameter, grid, seed)
+            with torch.no_grad():
+                flat.write(slot_spec, value)
+            del value
+            _rest_on(parameter, flat.view(slot_spec))
+            guard.own(parameter, slot)
+            flat.slots.append(slot)
+            built.slots.append(slot)
+    if built.travels:
+        guard.close(slot.parameter for slot in built.slots)
+
+
+def _value_of(parameter: nn.Parameter, grid: Grid, seed: int) -> torch.Tensor:
+    """The full value to start from: the model's own initialisation, or rank 0's values."""
+    if is_deferred(parameter) or parameter.is_meta:
+        return materialize(parameter, device=grid.device, seed=seed)
+    value = parameter.detach()
+    on_cpu = value.cpu().contiguous()
+    grid.control.broadcast(on_cpu)
+    return on_cpu.to(value.device)
+
+
+def _rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """Makes the same Parameter object a view of its flat's storage."""
+    if not parameter.is_meta:
+        parameter.data = view
+        return
+    attributes = dict(parameter.__dict__)
+    replacement = nn.Parameter(view, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, replacement)
+    parameter.__dict__.update(attributes)
+
+
+def _settle_buffers(model: nn.Module, grid: Grid, seed: int) -> None:
+    """Buffers are rank 0's at the start and local afterwards."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                buffer = module._buffers[name] = materialize(buffer, device=grid.device, seed=seed)
+            on_cpu = buffer.detach().cpu().contiguous()
+            grid.control.broadcast(on_cpu)
+            with torch.no_grad():
+                buffer.copy_(on_cpu)
+
+
+def restore(runtime: Runtime) -> None:
+    """Gives every parameter its own full memory again and removes every trace; collective."""
+    for remove in runtime.removers:
+        remove()
+    runtime.removers.clear()
+    for unit in runtime.units:
+        if unit.travels:
+            unit.gather()
+        unit.settle()
+        for slot in unit.slots:
+            guard.set_raw_grad(slot.parameter, None)
+            slot.parameter.data = slot.parameter.detach().clone()
+            guard.disown(slot.parameter)
+    runtime.grid.close()

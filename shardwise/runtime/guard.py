@@ -1,0 +1,322 @@
+"""Parameters and gradients that are not gathered: true metadata, no values.
+
+While a parameter rests in parts, the same ``nn.Parameter`` object has its class flipped to a
+guarded subclass. Metadata and hooks go through; everything that would read values waits for a
+refresh, gathers on demand inside forward and backward, or raises an error that says what to do.
+A guarded gradient is a tensor of the parameter's shape whose in-place arithmetic acts on the part
+that this rank owns.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.core.errors import UsageError
+
+Tensor = torch.Tensor
+
+
+class ParamOwner(Protocol):
+    """What a guarded parameter asks of its owner."""
+
+    name: str
+
+    def access(self, what: str) -> None:
+        """Makes the parameter's values readable, or raises."""
+
+    def write(self, value: Tensor) -> None:
+        """Overwrites the parameter with a full value that all ranks pass alike."""
+
+
+class GradOwner(Protocol):
+    """What a guarded gradient asks of its owner."""
+
+    name: str
+
+    def grad_parts(self) -> list[Tensor]:
+        """What this rank has of the gradient, flat."""
+
+    def highest(self, flag: Tensor) -> Tensor:
+        """The maximum of a value over all ranks; collective."""
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+_PROPERTIES = (
+    "shape dtype device requires_grad is_leaf grad_fn ndim layout names _version _base output_nr "
+    "itemsize nbytes retains_grad is_cpu is_cuda is_meta is_mps is_mkldnn is_mtia is_nested "
+    "is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_maia is_ipu "
+    "_backward_hooks _post_accumulate_grad_hooks grad _grad"
+).split()
+_METHODS = (
+    "size numel nelement dim ndimension stride is_contiguous element_size is_floating_point "
+    "is_complex is_signed get_device __len__ __hash__ register_hook "
+    "register_post_accumulate_grad_hook has_names storage_offset is_inference is_same_size "
+    "is_conj is_neg __dir__ is_set_to"
+).split()
+_FUNCTIONS = (
+    "is_floating_point is_complex numel is_signed is_same_size is_inference is_conj is_neg "
+    "_has_compatible_shallow_copy_type"
+).split()
+
+
+def _metadata() -> set[Callable[..., Any]]:
+    allowed: set[Callable[..., Any]] = {torch.autograd.grad, torch.autograd.backward}
+    for name in _PROPERTIES:
+        if (found := getattr(torch.Tensor, name, None)) is not None:
+            allowed.add(found.__get__)
+    allowed.add(torch.Tensor.grad.__set__)  # type: ignore[attr-defined]
+    allowed.add(torch.Tensor.grad.__delete__)  # type: ignore[attr-defined]
+    allowed.update(getattr(torch.Tensor, n) for n in _METHODS if hasattr(torch.Tensor, n))
+    allowed.update(getattr(torch, n) for n in _FUNCTIONS if hasattr(torch, n))
+    return allowed
+
+
+_METADATA = _metadata()
+_CASTS = {torch.Tensor.to: None, torch.Tensor.cpu: torch.device("cpu")} | {
+    getattr(torch.Tensor, name): dtype
+    for name, dtype in (
+        ("float", torch.float32), ("double", torch.float64),
+        ("half", torch.float16), ("bfloat16", torch.bfloat16),
+    )
+}  # fmt: skip
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter whose values rest in parts. See the module's docstring."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], cls):
+            return special(func, *args, **kwargs)
+        for parameter in _guarded_in((args, kwargs)):
+            if parameter.__class__ is cls:  # an earlier access may have gathered this one, too
+                _owners[parameter].access(getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"Parameter {_owners[self].name!r} of shape {tuple(self.shape)}, {self.dtype}, "
+            f"{self.device}: not gathered"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise refuse_copy(_owners[self].name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refuse_copy(_owners[self].name)
+
+
+def refuse_copy(name: str) -> UsageError:
+    return UsageError(
+        f"'{name}' cannot be copied or pickled while it is sharded: use shardwise.state_dict(model) "
+        "for its values, build a second model from them, or undo with shardwise.unshard(model)."
+    )
+
+
+def own(parameter: nn.Parameter, owner: ParamOwner) -> None:
+    """Registers who answers for a parameter while it is guarded."""
+    _owners[parameter] = owner
+
+
+def disown(parameter: nn.Parameter) -> None:
+    _owners.pop(parameter, None)
+
+
+def close(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on reading these parameters asks their owner."""
+    for parameter in parameters:
+        parameter.__class__ = GuardedParameter
+
+
+def open_up(parameters: Iterable[nn.Parameter]) -> None:
+    """These parameters are ordinary ones again."""
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+
+
+def raw_grad(parameter: nn.Parameter) -> Tensor | None:
+    """``parameter.grad`` without asking anybody."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_raw_grad(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = grad
+
+
+def _guarded_in(tree: Any) -> list[GuardedParameter]:
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, GuardedParameter)]
+
+
+def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **kwargs: Any) -> Any:
+    """``.to()`` and its kin: nothing to do, or a refusal."""
+    target = _CASTS[func]
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is torch.Tensor.to:
+            if args and isinstance(args[0], torch.Tensor):
+                args = (args[0].device, args[0].dtype)
+            kwargs.pop("copy", None)
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        else:
+            device = target if isinstance(target, torch.device) else None
+            dtype = target if isinstance(target, torch.dtype) else None
+        same_device = device is None or torch.device(device).type == parameter.device.type
+        if same_device and dtype in (None, parameter.dtype):
+            return parameter
+        current = f"{parameter.dtype} on {parameter.device}"
+    if _readable(parameter):
+        return func(parameter, *args, **kwargs)
+    raise UsageError(
+        f"Parameter '{_owners[parameter].name}' is sharded as {current} and cannot be moved or cast: "
+        "do that before shardwise.shard, or set the plan's precision."
+    )
+
+
+def _readable(parameter: GuardedParameter) -> bool:
+    """Whether an access succeeds now (inside forward and backward it gathers)."""
+    try:
+        _owners[parameter].access("to")
+    except UsageError:
+        return False
+    return not isinstance(parameter, GuardedParameter)
+
+
+def _copy(
+    func: Callable[..., Any], parameter: GuardedParameter, value: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """``p.copy_(full)``: every rank takes its part; this is how load_state_dict arrives."""
+    if value is not parameter:
+        with torch.no_grad():
+            _owners[parameter].write(value.detach().expand(parameter.shape))
+    return parameter
+
+
+def _set_data(func: Callable[..., Any], parameter: GuardedParameter, value: Tensor) -> None:
+    if value is not parameter:
+        if value.shape != parameter.shape:
+            raise UsageError(
+                f"Parameter '{_owners[parameter].name}' is sharded with shape "
+                f"{tuple(parameter.shape)} and cannot become {tuple(value.shape)}; "
+                "change shapes before shardwise.shard."
+            )
+        _copy(func, parameter, value)
+
+
+def _set_requires_grad(
+    func: Callable[..., Any], parameter: GuardedParameter, value: bool = True
+) -> GuardedParameter:
+    if bool(value) != parameter.requires_grad:
+        raise UsageError(
+            f"requires_grad of '{_owners[parameter].name}' cannot change while it is sharded; "
+            "freeze or unfreeze before shardwise.shard, or shardwise.unshard(model) first."
+        )
+    return parameter
+
+
+_SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys(_CASTS, _cast),
+    torch.Tensor.copy_: _copy,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _set_requires_grad,
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+}
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+class GuardedGrad(torch.Tensor):
+    """A gradient that is reduced and rests in parts. See the module's docstring."""
+
+    @staticmethod
+    def make(parameter: nn.Parameter, owner: GradOwner) -> "GuardedGrad":
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            grad = nothing.expand(parameter.shape).as_subclass(GuardedGrad)
+        _owners[grad] = owner
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA or func in _GRAD_HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _GRAD_ELEMENTWISE:
+            return _on_parts(func, args, kwargs)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return _unscale(*args)
+        name = next(
+            _owners[g].name
+            for g in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(g, GuardedGrad)
+        )
+        raise UsageError(
+            f"The gradient of '{name}' rests in parts on several ranks, so "
+            f"'{getattr(func, '__name__', func)}' cannot read it: use shardwise.clip_grad_norm_, or "
+            "shardwise.full_grads(model) for its values."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Gradient of {_owners[self].name!r}, shape {tuple(self.shape)}: not gathered"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise refuse_copy(f"gradient of {_owners[self].name}")
+
+
+_GRAD_HARMLESS = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
+_GRAD_ELEMENTWISE = {
+    getattr(torch.Tensor, name) for name in "mul_ div_ zero_ clamp_ nan_to_num_ neg_".split()
+} | {
+    getattr(torch, name)
+    for name in "_foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_clamp_min_ _foreach_clamp_max_ "
+    "_foreach_neg_".split()
+}
+
+
+def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Element-wise in-place arithmetic on gradients, done on the parts that this rank owns."""
+    target = args[0]
+    grads = target if isinstance(target, (list, tuple)) else [target]
+    parts = _parts(grads)
+    with torch.no_grad():
+        if isinstance(target, (list, tuple)):
+            if parts:
+                func(parts, *args[1:], **kwargs)
+            return None
+        for part in parts:
+            func(part, *args[1:], **kwargs)
+    return target
+
+
+def _parts(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The memory behind gradients: what this rank has of the guarded ones, the others whole."""
+    found: list[Tensor] = []
+    for grad in grads:
+        found += _owners[grad].grad_parts() if isinstance(grad, GuardedGrad) else [grad]
+    return found
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler's check: an overflow on any rank is one on all."""
+    parts = _parts(grads)
+    if parts:
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
+    owner = next(_owners[g] for g in grads if isinstance(g, GuardedGrad))
+    found_inf.copy_(owner.highest(found_inf))

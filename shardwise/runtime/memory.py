@@ -1,0 +1,147 @@
+"""Memory that comes and goes under tensors that stay: pools, and buffers that are swapped in.
+
+[Note: Swapped storage]
+Autograd saves views of a parameter's storage, so a parameter cannot simply be given other memory
+in backward: the saved views would still point at the old. Instead each flat keeps one storage for
+ever, and pooled memory is swapped in and out underneath it; views follow. While nothing is swapped
+in, the storage rests on a region that reads as NaN in every float format, so that a stale alias
+shows NaN instead of another tensor's values, and never crashes.
+
+``UntypedStorage._swap_data_ptr_`` is private to torch and used only here.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+from collections import defaultdict
+
+import torch
+
+_TILE_BYTES = 1 << 21
+
+
+class Pool:
+    """Hands out memory by size and takes it back; buffers are reused, never grown silently.
+
+    ``held_bytes`` is what the pool owns, lent or idle; ``limit`` bounds how many buffers of one
+    size it creates, which is what the memory model predicts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        self.held_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, nbytes: int) -> torch.UntypedStorage:
+        if self._idle[nbytes]:
+            return self._idle[nbytes].pop()
+        self.held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return allocate(nbytes, self._device)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        self._idle[storage.nbytes()].append(storage)
+
+    def trim(self) -> None:
+        """Returns idle memory to the system."""
+        for nbytes, idle in self._idle.items():
+            self.held_bytes -= nbytes * len(idle)
+        self._idle.clear()
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Fresh memory. On CPU it comes from mmap, so that dropping it returns it to the system."""
+    if device.type != "cpu" or nbytes == 0:
+        return torch.UntypedStorage(nbytes, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor of zeros in memory that goes back to the system when dropped."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    storage = allocate(numel * dtype.itemsize, device)  # fresh pages of mmap are zero
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
+
+
+class SwappedBuffer:
+    """One flat tensor whose memory comes and goes; see [Note: Swapped storage]."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: Pool) -> None:
+        self._pool = pool
+        self._nbytes = numel * dtype.itemsize
+        self._storage = _resting_storage(self._nbytes, device)
+        self._lent: torch.UntypedStorage | None = None
+        self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,))
+
+    @property
+    def filled(self) -> bool:
+        return self._lent is not None
+
+    def fill(self) -> None:
+        """Puts memory (with arbitrary contents) under the tensor."""
+        if self._lent is None:
+            self._lent = self._pool.take(self._nbytes)
+            self._storage._swap_data_ptr_(self._lent)
+
+    def drop(self) -> None:
+        """Takes the memory away again; the tensor reads as NaN."""
+        if self._lent is not None:
+            self._storage._swap_data_ptr_(self._lent)
+            self._pool.give(self._lent)
+            self._lent = None
+
+
+def _resting_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    if device.type != "cpu":
+        return torch.UntypedStorage(0, device=device)
+    return torch.frombuffer(_nan_region(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
+
+
+_regions: list[ctypes.Array[ctypes.c_char]] = []
+
+
+def _nan_region(nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """A process-wide range of at least ``nbytes`` addresses that all read 0xFF.
+
+    It costs two megabytes of memory however long it is: one tile of a memory file, mapped again
+    and again. Private, so that a write through a stale alias stays where it is.
+    """
+    if not _regions or len(_regions[-1]) < nbytes:
+        tiles = -(-nbytes // _TILE_BYTES)
+        # At least double, so that a model with growing units does not map many regions.
+        tiles = max(tiles, 2 * len(_regions[-1]) // _TILE_BYTES if _regions else 16)
+        _regions.append(_map_tiles(tiles))
+    return _regions[-1]
+
+
+def _map_tiles(tiles: int) -> ctypes.Array[ctypes.c_char]:
+    size = tiles * _TILE_BYTES
+    if not hasattr(os, "memfd_create"):
+        region = (ctypes.c_char * size)()
+        ctypes.memset(region, 0xFF, size)
+        return region
+    tile = os.memfd_create("shardwise-nan")
+    os.write(tile, b"\xff" * _TILE_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    fixed, protection = 0x10, mmap.PROT_READ | mmap.PROT_WRITE
+    base = libc.mmap(None, size, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    for i in range(tiles):
+        address = base + i * _TILE_BYTES
+        got = libc.mmap(address, _TILE_BYTES, protection, mmap.MAP_PRIVATE | fixed, tile, 0)
+        if got != address:
+            raise MemoryError(f"mmap failed: {os.strerror(ctypes.get_errno())}")
+    os.close(tile)
+    return (ctypes.c_char * size).from_address(base)
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident size that this process has had."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,121 @@
+"""The order in which units are used: recorded once, then followed by every rank.
+
+A walk is one kind of pass (forward, forward without gradients, backward). Its first pass is
+recorded with all ranks agreeing on every use. From then on gathers are issued in the recorded
+order, ahead of their use, whatever this rank does: a unit that it skips is gathered all the same,
+because others may need its part. Everything here is a pure function of the recorded order and of
+this rank's uses, so that all ranks issue the same gathers.
+"""
+
+from dataclasses import dataclass, field
+
+_MAX_SKIPPED_HELD = 4
+"""Skipped units are held this long in case this rank uses them in another order."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A claim on a gathered unit; ``last`` claims are given back after the use."""
+
+    last: bool
+    kept: bool = False
+    """Held in full since forward: no walk brings it back, so it stays for all its backward calls."""
+
+
+@dataclass
+class Walk:
+    """The recorded order of one kind of pass, and how far the current pass has come."""
+
+    prefetch: int
+    order: list[int] | None = None
+    """Units in the order of their use; None until the first pass was recorded."""
+    recording: list[int] = field(default_factory=list)
+    extra: int = 0
+    """Uses of the current pass beyond the order; agreed on by all ranks, one by one."""
+    skipped: int = 0
+    """Gathers that this rank issued for others only, in the current pass."""
+    stale: bool = False
+    """The units of the walk changed (the same on all ranks): record the next pass anew."""
+    _used: int = 0
+    _issued: int = 0
+    _gathers: list[bool] = field(default_factory=list)
+    _releases: list[bool] = field(default_factory=list)
+    _held: list[int] = field(default_factory=list)
+
+    def begin(self) -> list[int]:
+        """Starts a pass; returns the units to gather first."""
+        if self.stale:
+            self.forget()
+        self._used = self._issued = self.extra = self.skipped = 0
+        self._held.clear()
+        self.recording.clear()
+        return self._issue(self.prefetch)
+
+    def finish_recording(self) -> None:
+        self.order = list(self.recording)
+        self.recording.clear()
+        near = max(self.prefetch, 1)
+        last_seen: dict[int, int] = {}
+        self._gathers = [True] * len(self.order)
+        self._releases = [True] * len(self.order)
+        for i, unit in enumerate(self.order):
+            # Used again before it would have been freed: one gather serves both uses.
+            if unit in last_seen and i - last_seen[unit] <= near:
+                self._gathers[i] = False
+                self._releases[last_seen[unit]] = False
+            last_seen[unit] = i
+
+    def forget(self) -> None:
+        """The order no longer fits: record the next pass."""
+        self.order = None
+        self.stale = False
+        self._gathers.clear()
+        self._releases.clear()
+
+    def use(self, unit: int) -> "Use":
+        """This rank uses a unit that it does not hold yet: what to gather, what to give up."""
+        assert self.order is not None
+        try:
+            position = self.order.index(unit, self._used)
+        except ValueError:
+            if unit in self._held:
+                self._held.remove(unit)
+                return Use([], [], Hold(last=True))
+            self.extra += 1
+            return Use(None, [], Hold(last=True))
+        passed = [self.order[i] for i in range(self._used, position) if self._releases[i]]
+        self.skipped += len(passed)
+        self._held += passed
+        given_up = self._held[:-_MAX_SKIPPED_HELD] if len(self._held) > _MAX_SKIPPED_HELD else []
+        del self._held[: len(given_up)]
+        self._used = position + 1
+        return Use(
+            self._issue(position + 1 + self.prefetch), given_up, Hold(self._releases[position])
+        )
+
+    def end(self) -> "Use":
+        """Ends the pass: the gathers that this rank still owes, and the claims it still holds."""
+        if self.order is None:
+            return Use([], [], Hold(last=True))
+        owed = self._issue(len(self.order))
+        rest = [self.order[i] for i in range(self._used, len(self.order)) if self._releases[i]]
+        self.skipped += len(rest)
+        given_up = self._held + rest
+        self._held = []
+        self._used = len(self.order)
+        return Use(owed, given_up, Hold(last=True))
+
+    def _issue(self, until: int) -> list[int]:
+        if self.order is None:
+            return []
+        start, self._issued = self._issued, max(self._issued, min(until, len(self.order)))
+        return [self.order[i] for i in range(start, self._issued) if self._gathers[i]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a use asks for: gathers in order (None: agree on one), claims to give up, the claim."""
+
+    gathers: list[int] | None
+    given_up: list[int]
+    hold: Hold

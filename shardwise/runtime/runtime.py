@@ -1,0 +1,438 @@
+"""The runtime of one sharded model: fires the schedule's operations when hooks say it is time.
+
+Reading order: ``before_forward``, ``after_forward``, ``before_backward``, ``after_backward`` here,
+then gradients in ``backward.py`` and the update in ``optim.py``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.comm.grid import Grid
+from shardwise.core.errors import SyncError, UsageError
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import Kind, Op, Phase, Trigger
+from shardwise.runtime.flat import ParamSlot, Pools
+from shardwise.runtime.order import Hold, Walk
+from shardwise.runtime.unit import State, Unit
+
+_END = -1
+"""What a rank proposes when it has no more units to use in a recorded pass."""
+
+
+@dataclass
+class Counters:
+    """What happened beyond the plan; all zero when ranks and passes agree."""
+
+    extra_gathers: int = 0
+    """Uses beyond the recorded order, agreed on by all ranks."""
+    skipped_gathers: int = 0
+    """Gathers that this rank took part in only because others needed its part."""
+    late_reduces: int = 0
+    """Units reduced twice because a gradient arrived after the first time."""
+
+
+@dataclass
+class Runtime:
+    """Everything that belongs to one sharded model on this rank."""
+
+    model: nn.Module
+    plan: Plan
+    grid: Grid
+    units: list[Unit]
+    pools: Pools
+    counters: Counters = field(default_factory=Counters)
+    observers: list[Callable[[Op], None]] = field(default_factory=list)
+    sync: bool = True
+    """False under no_sync."""
+    accumulated: bool = False
+    """Whether a micro-batch under no_sync came since the last synchronisation."""
+    divisor: float = 0.0
+    """What reduced gradients are divided by; the number of ranks unless set."""
+    opened: int = 0
+    """How many full_params contexts are open."""
+    removers: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from shardwise.runtime.backward import Backward
+
+        self.divisor = float(self.grid.place.world)
+        self.backward = Backward(self)
+        self.forward_depth = 0
+        self._lone_depth = 0
+        self.trained_slots = [s for s in self.slots if s.spec.param.requires_grad]
+        self._walks: dict[str, Walk] = {}
+        self._walk: Walk | None = None
+        self._backward_walk: Walk | None = None
+
+    def __deepcopy__(self, memo: object) -> None:
+        from shardwise.runtime.guard import refuse_copy
+
+        raise refuse_copy(type(self.model).__name__)
+
+    __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    @property
+    def slots(self) -> Iterator[ParamSlot]:
+        return (slot for unit in self.units for slot in unit.slots)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether forward or backward of this model is running."""
+        return self.forward_depth > 0 or in_autograd()
+
+    def phase(self) -> Phase:
+        """Where in a step the current pass is."""
+        if not in_autograd() and not (torch.is_grad_enabled() or self.model.training):
+            return Phase.EVAL
+        if self.sync:
+            return Phase.LAST if self.accumulated else Phase.ONLY
+        return Phase.MIDDLE if self.accumulated else Phase.FIRST
+
+    def emit(self, op: Op | None) -> None:
+        if op is not None:
+            for observer in self.observers:
+                observer(op)
+
+    # --- the four verbs -----------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """A module's forward begins: its unit's values are needed."""
+        if in_autograd():
+            self.begin_backward()  # activation checkpointing recomputes in backward
+        else:
+            if unit.encloses and self.forward_depth == 0:
+                self._begin_forward()
+            self.forward_depth += 1
+            unit.running += 1
+        self._use(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        """A module's forward is over: its unit's values go, or the kept rung stays."""
+        if in_autograd():
+            return  # recomputed in backward, which needs them next
+        self.forward_depth -= 1
+        unit.running -= 1
+        if unit.running == 0 and not unit.external:
+            self._give_back(unit)
+        if unit.encloses and self.forward_depth == 0:
+            self._end_forward()
+
+    def before_backward(self, unit: Unit, call: object) -> None:
+        """A gradient reached the output of one forward call of the unit."""
+        self.begin_backward()
+        unit.in_backward.add(call)
+        self._use(unit)
+
+    def after_backward(self, unit: Unit, call: object) -> None:
+        """Gradients left through the inputs of the call: its values are not needed any more."""
+        unit.in_backward.discard(call)
+        kept = unit.hold is not None and unit.hold.kept
+        if not kept or self.backward.took(unit):
+            self._give_back_in_backward(unit)
+
+    def grads_taken(self, unit: Unit) -> None:
+        """All gradients of a unit have arrived: calls that no input can end are over."""
+        unit.in_backward = {c for c in unit.in_backward if getattr(c, "leaves_by_inputs", False)}
+        self._give_back_in_backward(unit)
+
+    def _give_back_in_backward(self, unit: Unit) -> None:
+        if not unit.external and not self.backward.creates_graph:
+            self._give_back(unit)
+
+    # --- passes -------------------------------------------------------------------------------
+
+    def before_lone_forward(self) -> None:
+        """A module of the root unit begins its forward, perhaps without the model's."""
+        if self.in_pass:
+            return
+        self.forward_depth = self._lone_depth = 1
+        self._use(self.root)
+
+    def after_lone_forward(self) -> None:
+        if self._lone_depth and not in_autograd():
+            self.forward_depth = self._lone_depth = 0
+            if not torch.is_grad_enabled():
+                self._release_external()
+
+    def _begin_forward(self) -> None:
+        self.recover()
+        kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
+        self._walk = self._begin_walk(kind)
+
+    def _end_forward(self) -> None:
+        if self._walk is not None:
+            self._end_walk(self._walk)
+            self._walk = None
+        if self.phase() is Phase.EVAL or not torch.is_grad_enabled():
+            self._release_external()
+
+    def begin_backward(self) -> None:
+        """Idempotent: the first sign of a backward starts it."""
+        if self.backward.begin():
+            self._backward_walk = self._begin_walk("backward")
+
+    def end_backward(self) -> None:
+        """Called by ``backward.finish`` once all gradients have arrived."""
+        if self._backward_walk is not None:
+            self._end_walk(self._backward_walk)
+            self._backward_walk = None
+        if self.backward.creates_graph:
+            return  # a second backward will need the values: the next one frees them
+        for unit in self.units:
+            unit.in_backward.clear()
+            self._give_back(unit)
+        self._release_external()
+
+    def _begin_walk(self, kind: str) -> Walk | None:
+        if self.opened or not any(unit.travels for unit in self.units):
+            return None
+        walk = self._walks.setdefault(kind, Walk(self.plan.prefetch))
+        for unit in self.units:  # root first: its forward surrounds the others'
+            if unit.external and unit.travels and unit.state is State.RESTING:
+                self._gather(unit)
+        for index in walk.begin():
+            self._issue(index)
+        return walk
+
+    def _end_walk(self, walk: Walk) -> None:
+        if walk.order is None:
+            while self._agree(walk, _END):
+                pass
+            walk.finish_recording()
+            return
+        use = walk.end()
+        for index in use.gathers or []:
+            self._issue(index)
+        for index in use.given_up:
+            self._give_up(self.units[index])
+        self.counters.skipped_gathers += walk.skipped
+        if walk.extra:
+            walk.stale = True  # the same on all ranks: every extra use was agreed on
+
+    def recover(self) -> None:
+        """Brings an unfinished pass (an exception in forward or backward) to its regular end.
+
+        Transfers that other ranks expect are still made, so that ranks stay in step.
+        """
+        self.backward.finish_interrupted()
+        if self.forward_depth or self._walk is not None:
+            self.forward_depth = 0
+            for unit in self.units:
+                unit.running = 0
+            if self._walk is not None:
+                self._end_walk(self._walk)
+                self._walk = None
+            for unit in self.units:
+                self._give_back(unit)
+
+    # --- uses ---------------------------------------------------------------------------------
+
+    def _use(self, unit: Unit) -> None:
+        """Makes a unit's values readable, through the walk of the current pass."""
+        if not unit.travels or self.opened or unit.hold is not None:
+            unit.settle()
+            return
+        if unit.external:
+            self._use_external(unit)
+            return
+        if in_autograd() and unit.leases == 0 and unit.state is not State.RESTING:
+            unit.hold = Hold(last=True, kept=True)
+            unit.settle()
+            return
+        walk = self._backward_walk if in_autograd() else self._walk
+        if walk is not None and walk.order is not None:
+            use = walk.use(unit.index)
+            for index in use.given_up:
+                self._give_up(self.units[index])
+            for index in use.gathers or []:
+                self._issue(index)
+            unit.hold = use.hold
+            if use.gathers is None and unit.state is State.RESTING:
+                self._agree_extra(unit)
+        elif walk is not None:
+            unit.hold = Hold(last=True)
+            while unit.leases == 0:
+                self._agree(walk, unit.index)
+        else:
+            unit.hold = Hold(last=True)
+            if unit.state is State.RESTING:
+                self._agree_extra(unit)
+            else:
+                unit.leases += 1
+        unit.settle()
+
+    def _use_external(self, unit: Unit) -> None:
+        # Gathered when the pass began, unless its module is called outside the model's forward.
+        if unit.state is State.RESTING:
+            self._agree_extra(unit)
+        unit.settle()
+
+    def demand(self, slot: ParamSlot) -> None:
+        """A parameter is read outside its own module's forward: its unit stays for whole passes."""
+        unit = slot.unit
+        assert isinstance(unit, Unit)
+        if not unit.external:
+            unit.external = True
+            for walk in self._walks.values():
+                walk.stale = True  # recorded anew, without this unit
+        self._use_external(unit)
+
+    def _give_back(self, unit: Unit) -> None:
+        """Ends this rank's use of a unit; frees it when no claim is left."""
+        if unit.running or unit.in_backward or not unit.travels:
+            return
+        if unit.external:
+            return
+        if unit.hold is not None:
+            last, unit.hold = unit.hold.last, None
+            if last:
+                self._give_up(unit)
+
+    def _give_up(self, unit: Unit) -> None:
+        unit.leases = max(0, unit.leases - 1)
+        if unit.leases == 0 and not unit.running and not unit.in_backward:
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        if unit.state not in (State.COMING, State.GATHERED) or self.opened:
+            return
+        phase = self.phase()
+        if in_autograd() or self.backward.active:
+            unit.free()
+            self.emit(Op(Kind.FREE, unit.name))
+            if not (self.plan.keep_until == "step" and not phase.synchronises):
+                unit.drop_kept()
+            return
+        kinds = [op.kind for op in unit.ops(phase, Trigger.AFTER_FORWARD)]
+        if Kind.KEEP in kinds:
+            unit.settle()
+            unit.keep()
+            self.emit(Op(Kind.KEEP, unit.name))
+        if Kind.FREE in kinds:
+            unit.free()
+            self.emit(Op(Kind.FREE, unit.name))
+
+    def _release_external(self) -> None:
+        for unit in self.units:
+            if unit.external and not unit.in_backward:
+                unit.leases = 0
+                if (
+                    unit.state in (State.COMING, State.GATHERED)
+                    and unit.travels
+                    and not self.opened
+                ):
+                    unit.free()
+                    self.emit(Op(Kind.FREE, unit.name))
+
+    def _issue(self, index: int) -> None:
+        unit = self.units[index]
+        unit.leases += 1
+        self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.state is State.COMING:
+            unit.settle()  # another gather of the same unit: in order, into the same buffer
+        self.emit(unit.gather())
+
+    # --- agreement ----------------------------------------------------------------------------
+
+    def _agree(self, walk: Walk, proposal: int) -> bool:
+        """While recording: every rank proposes the unit it needs next; all of them are gathered.
+
+        Returns whether any rank still proposed a unit.
+        """
+        what = (
+            "end of a recorded pass"
+            if proposal == _END
+            else f"first use of unit '{self.units[proposal].name}'"
+        )
+        proposals = self._exchange(proposal, what)
+        wanted = sorted({p for p in proposals if p != _END})
+        for index in wanted:
+            unit = self.units[index]
+            walk.recording.append(index)
+            self._issue(index)
+            if index != proposal:
+                # For others only. Held, in case this rank's turn comes next; see _give_up.
+                self._give_up(unit)
+        return bool(wanted)
+
+    def _agree_extra(self, unit: Unit) -> None:
+        """A use beyond the order: all ranks must want the same unit now."""
+        proposals = self._exchange(unit.index, f"use of unit '{unit.name}' beyond the order")
+        if len(set(proposals)) > 1:
+            wants = ", ".join(
+                f"rank {rank} wants '{self.units[p].name}'" for rank, p in enumerate(proposals)
+            )
+            raise SyncError(
+                f"Ranks disagree about a use beyond the recorded order: {wants}; all ranks must "
+                "use the model's units alike, or read them inside shardwise.full_params(model)."
+            )
+        self.counters.extra_gathers += 1
+        self._issue(unit.index)
+
+    def _exchange(self, value: int, what: str) -> list[int]:
+        rows = self.grid.control.exchange(torch.tensor([value], dtype=torch.int64), what)
+        return [int(row[0]) for row in rows]
+
+    # --- values -------------------------------------------------------------------------------
+
+    def access(self, slot: ParamSlot, what: str) -> None:
+        """A guarded parameter's values are asked for: wait, gather, or refuse."""
+        if slot.unit.state is State.REFRESHING:
+            slot.unit.settle()
+        elif self.in_pass:
+            self.demand(slot)
+        else:
+            raise UsageError(
+                f"'{what}' needs the values of parameter '{slot.name}', which rest in parts on "
+                f"{slot.unit.rungs.ladder.parts[slot.unit.rungs.params]} ranks: read them inside "
+                "'with shardwise.full_params(model):' (write with write=True), or take "
+                "shardwise.state_dict(model)."
+            )
+
+    def write(self, slot: ParamSlot, value: torch.Tensor) -> None:
+        """Overwrites a parameter by a full value that all ranks pass alike."""
+        if self.in_pass:
+            raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
+        slot.unit.settle()
+        self.grid.gathers.drain()
+        slot.flat.write(slot.spec, value)
+        slot.unit.bump()
+
+    # --- context ------------------------------------------------------------------------------
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def release_all(self) -> None:
+        """Before values change: no gathered copy of the old ones stays, and no rank reads them."""
+        for unit in self.units:
+            unit.in_backward.clear()
+            unit.hold, unit.leases = None, 0
+            unit.free()
+            unit.settle()
+        self.grid.gathers.drain()
+
+    def require_idle(self, what: str) -> None:
+        if self.in_pass:
+            raise UsageError(f"{what} cannot run inside the model's forward or backward.")
+        self.recover()
+
+
+def in_autograd() -> bool:
+    """Whether the current thread runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1

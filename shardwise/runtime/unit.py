@@ -1,0 +1,248 @@
+"""A unit at run time: its flats, its state, and the verbs that the schedule's operations name.
+
+A unit is in one of four states; what each costs in memory on this rank:
+
+RESTING     P's part only (and the kept rung, if any)
+COMING      the full buffer has memory and is being filled on the gather lane
+GATHERED    the full buffer holds current values; parameters are ordinary tensors
+REFRESHING  P rests in full, and updated values are still arriving
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.comm.grid import Grid
+from shardwise.comm.lane import DONE, Early, Ticket
+from shardwise.comm.link import Link
+from shardwise.core.layout import UnitSpec
+from shardwise.plan.plan import Plan, Rungs
+from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, UnitOps, gather_op, unit_ops
+from shardwise.runtime import guard
+from shardwise.runtime.flat import Flat, FullGrad, ParamSlot
+
+if TYPE_CHECKING:
+    from shardwise.runtime.order import Hold
+
+
+class State(StrEnum):
+    """See the module's docstring."""
+
+    RESTING = "resting"
+    COMING = "coming"
+    GATHERED = "gathered"
+    REFRESHING = "refreshing"
+
+
+_MOVES = {
+    (State.RESTING, State.COMING),
+    (State.COMING, State.GATHERED),
+    (State.GATHERED, State.RESTING),
+    (State.GATHERED, State.COMING),  # a collective that others need, though we have it
+    (State.GATHERED, State.REFRESHING),
+    (State.REFRESHING, State.GATHERED),
+    (State.REFRESHING, State.REFRESHING),
+}
+
+
+class Unit:
+    """Parameters that are gathered, reduced and updated together."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: UnitSpec,
+        module: nn.Module,
+        rungs: Rungs,
+        plan: Plan,
+        grid: Grid,
+        flats: list[Flat],
+        *,
+        encloses: bool,
+    ) -> None:
+        self.index, self.name, self.spec, self.module = index, spec.name, spec, module
+        self.rungs, self.plan, self.flats, self.encloses = rungs, plan, flats, encloses
+        self.slots: list[ParamSlot] = []
+        self._grid = grid
+        self._ops: dict[Phase, UnitOps] = {
+            phase: unit_ops(spec, rungs, plan, phase, encloses=encloses) for phase in Phase
+        }
+        self.state = State.GATHERED if rungs.params == 0 else State.RESTING
+        self._ticket: Ticket = DONE
+        self._kept_version = -1
+        self.version = 0
+        """Counts updates of the values; copies of an older version are never used."""
+        # Book-keeping of uses, for runtime/runtime.py:
+        self.leases = 0
+        self.running = 0
+        self.in_backward: set[object] = set()
+        self.hold: Hold | None = None
+        self.external = encloses
+        """Its parameters are read outside its module's forward: gathered for whole passes."""
+
+    def __repr__(self) -> str:
+        return f"<unit {self.name!r}: {self.spec.numel} parameters, {self.state}>"
+
+    @property
+    def travels(self) -> bool:
+        """Whether using this unit takes a gather at all."""
+        return self.rungs.params > 0 and bool(self.flats)
+
+    @property
+    def trained(self) -> list[Flat]:
+        return [flat for flat in self.flats if flat.spec.requires_grad]
+
+    def ops(self, phase: Phase, trigger: Trigger) -> tuple[Op, ...]:
+        return self._ops[phase][trigger]
+
+    def op(self, phase: Phase, trigger: Trigger, kind: Kind) -> Op | None:
+        return next((op for op in self.ops(phase, trigger) if op.kind is kind), None)
+
+    # --- parameters ---------------------------------------------------------------------------
+
+    def gather(self) -> Op:
+        """Begins to fill the full buffer, from the kept rung where that is current."""
+        op = gather_op(self.spec, self.rungs, self.plan, self._source_rung())
+        assert op is not None
+        self._move(State.COMING)
+        for flat in self.flats:
+            flat.full.fill()
+        hops, flats = op.hops, self.flats
+        links = self._links("gather", hops)
+        keys = [self._keys(Kind.GATHER, i, hops) for i in range(len(flats))]
+
+        def work(early: Early) -> None:
+            for i, flat in enumerate(flats):
+                flat.gather(hops, links, keys[i])
+                if i == len(flats) - 1:
+                    early()
+                _finish(links)
+
+        self._ticket = self._grid.gathers.submit(work)
+        return op
+
+    def settle(self) -> None:
+        """Waits for values that are on their way; afterwards parameters are ordinary tensors."""
+        if self.state in (State.COMING, State.REFRESHING):
+            self._ticket.wait()
+            self._move(State.GATHERED)
+            guard.open_up(self._parameters())
+
+    def keep(self) -> None:
+        """Copies the rung that the plan keeps out of the full buffer."""
+        for flat in self.flats:
+            flat.keep()
+        self._kept_version = self.version
+
+    def drop_kept(self) -> None:
+        for flat in self.flats:
+            if flat.kept is not None:
+                flat.kept.drop()
+        self._kept_version = -1
+
+    def free(self) -> None:
+        """Returns the full buffer's memory; values rest in parts again."""
+        self.settle()
+        if self.state is State.GATHERED and self.travels:
+            guard.close(self._parameters())
+            for flat in self.flats:
+                flat.full.drop()
+            self._move(State.RESTING)
+
+    def bump(self) -> None:
+        """The values changed: older copies are stale."""
+        self.version += 1
+        self.drop_kept()
+
+    def refresh(self, op: Op | None) -> None:
+        """After the update: new values climb to P's rung, beside whatever comes next."""
+        self.bump()
+        flats = self.trained
+        if op is None:
+            for flat in flats:
+                flat.refresh((), (), ())
+            return
+        hops, links = op.hops, self._links("gather", op.hops)
+        keys = [self._keys(Kind.REFRESH, i, hops) for i in range(len(flats))]
+        if not self.travels:
+            self._move(State.REFRESHING)
+            guard.close(self._parameters())
+
+        def work(early: Early) -> None:
+            for i, flat in enumerate(flats):
+                flat.refresh(hops, links, keys[i])
+                if i == len(flats) - 1:
+                    early()
+                _finish(links)
+
+        ticket = self._grid.gathers.submit(work)
+        if not self.travels:
+            self._ticket = ticket
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def reduce(self, phase: Phase, scale: float) -> Ticket:
+        """Begins to reduce the local gradients of this unit, adding to what rests already."""
+        ops = self.ops(phase, Trigger.GRADS_READY)
+        flats = self.trained
+        grads = [flat.take_grad() for flat in flats]
+        adds = [flat.reduced_valid for flat in flats]
+        down = next(op for op in ops if op.kind is Kind.REDUCE).hops
+        up = next((op.hops for op in ops if op.kind is Kind.SPREAD), ())
+        synchronises = phase.synchronises or self.rungs.grads == self.rungs.bottom
+        down_links, up_links = self._links("reduce", down), self._links("reduce", up)
+        down_keys = [self._keys(Kind.REDUCE, i, down) for i in range(len(flats))]
+        up_keys = [self._keys(Kind.SPREAD, i, up) for i in range(len(flats))]
+
+        for flat in flats if synchronises else ():
+            flat.reduced_valid = True
+
+        def reduce_one(i: int, flat: Flat, grad: FullGrad) -> None:
+            if synchronises:
+                flat.reduce(grad.tensor, down, down_links, down_keys[i], scale=scale, add=adds[i])
+                flat.spread(up, up_links, up_keys[i])
+            else:
+                flat.hold(grad.tensor, down, down_links, down_keys[i])
+            _finish(down_links)
+            grad.release()
+
+        def work(_: Early) -> None:
+            for i, (flat, grad) in enumerate(zip(flats, grads, strict=True)):
+                reduce_one(i, flat, grad)
+
+        return self._grid.reduces.submit(work)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _move(self, state: State) -> None:
+        if (self.state, state) not in _MOVES:
+            raise AssertionError(f"unit {self.name!r} cannot go from {self.state} to {state}")
+        self.state = state
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return [slot.parameter for slot in self.slots]
+
+    def _source_rung(self) -> int:
+        kept = self._kept_version == self.version and self.rungs.keep not in (0, self.rungs.params)
+        return self.rungs.keep if kept else self.rungs.params
+
+    def _links(self, lane: str, hops: Iterable[Hop]) -> list[Link]:
+        return [self._grid.link(lane, self.rungs.ladder.steps[hop.step]) for hop in hops]
+
+    def _keys(self, kind: Kind, flat: int, hops: Iterable[Hop]) -> list[int]:
+        """One integer for each exchange, alike on all ranks, with a name for messages."""
+        kinds = list(Kind).index(kind)
+        return [
+            self._grid.labels.key(
+                ((self.index * 8 + flat) * 8 + kinds) * 16 + hop.step,
+                f"{kind} of unit '{self.name}' on level {hop.level}",
+            )
+            for hop in hops
+        ]
+
+
+def _finish(links: Iterable[Link]) -> None:
+    for link in links:
+        link.finish()

@@ -1,0 +1,1 @@
+"""The reference trainer: configuration, data, model, loop, metrics, local workers, verification."""

@@ -1,0 +1,208 @@
+"""The training job as data: every option with its default, read from TOML and the command line.
+
+Strict at the boundary: an unknown key or a bad value is an error that names where it stands, and
+nothing behind this file sees an unchecked value. Imports no torch, so that a mistake is reported
+before anything slow begins.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.core.errors import ShardwiseError
+
+COMMAND_LINE = "command line"
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A job that cannot run as it is written; the message names the file and the key."""
+
+
+class _Section(BaseModel):
+    """Base of every table: unknown keys are errors, values cannot change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """What to train."""
+
+    name: str = "gpt-mini"
+    """A built-in size, `transformers:<type>`, or the path of a config.json or its directory."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """The dtype in which the parameters are built."""
+    num_layers: int | None = Field(default=None, gt=0)
+    """Built-in sizes only, as are the four below: replaces the named size's value."""
+    width: int | None = Field(default=None, gt=0)
+    num_heads: int | None = Field(default=None, gt=0)
+    vocab: int | None = Field(default=None, gt=0)
+    context: int | None = Field(default=None, gt=0)
+
+    def shape(self) -> dict[str, int | None]:
+        """The fields that reshape a built-in size."""
+        return self.model_dump(exclude={"name", "dtype"})
+
+
+class DataConfig(_Section):
+    """What to train on."""
+
+    source: str = "stdlib"
+    """`stdlib` (the standard library's sources), a text file, or a .bin or .npy token file."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """The element type of a .bin file."""
+    validation: float = Field(default=0.05, gt=0, lt=1)
+    """The share of the tokens, at the end, that is kept for validation."""
+
+
+class OptimConfig(_Section):
+    """AdamW and its schedule: linear warm-up, then a cosine down to `min_lr_ratio * lr`."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=10, ge=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Applied to matrices; biases and norms are never decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+
+
+class StepsConfig(_Section):
+    """How long, and in which portions."""
+
+    steps: int = Field(default=100, gt=0)
+    global_batch: int = Field(default=16, gt=0)
+    """Sequences a step over all ranks and micro-batches; it alone decides what is learned."""
+    micro_batch: int | None = Field(default=None, gt=0)
+    """Sequences a rank computes at once; by default whatever `accumulation` leaves."""
+    accumulation: int | None = Field(default=None, gt=0)
+    """Micro-batches a step; by default whatever `micro_batch` needs, else 1."""
+    seq: int = Field(default=256, gt=1)
+    """Tokens a sequence."""
+    clip: float = Field(default=1.0, ge=0)
+    """Largest gradient norm; 0 leaves gradients as they are."""
+    seed: int = Field(default=0, ge=0)
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between validations; 0 validates once, at the end."""
+    eval_batches: int = Field(default=4, gt=0)
+    """Global batches a validation."""
+
+
+class Batching(NamedTuple):
+    """How the global batch of a step is cut."""
+
+    micro_batch: int
+    accumulation: int
+
+
+class TrainConfig(_Section):
+    """A whole training job."""
+
+    plan: str = "zero3"
+    """The name of a preset, or the path of a plan's TOML file."""
+    levels: str | None = None
+    """The grid of ranks, innermost first, such as `node=2,world=2`; by default torchrun's."""
+    workers: int = Field(default=2, gt=0)
+    """Local processes to start; ignored under an outer torchrun."""
+    output: str | None = None
+    """Directory for metrics and report; by default `runs/<timestamp>`."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: StepsConfig = StepsConfig()
+
+    def batching(self, world: int) -> Batching:
+        """Cut the global batch for `world` ranks, or say why it cannot be cut."""
+        job = self.train
+        accumulation = job.accumulation
+        if accumulation is None:
+            accumulation = (
+                max(1, job.global_batch // (world * job.micro_batch)) if job.micro_batch else 1
+            )
+        micro_batch = job.micro_batch or max(1, job.global_batch // (world * accumulation))
+        if micro_batch * accumulation * world != job.global_batch:
+            raise ConfigError(
+                f"train.global_batch = {job.global_batch} cannot be cut: {world} ranks x "
+                f"{accumulation} micro-batches of {micro_batch} make "
+                f"{world * accumulation * micro_batch}"
+            )
+        return Batching(micro_batch, accumulation)
+
+    def to_toml(self) -> str:
+        """The job as TOML that loads back to an equal one; unset options are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def load_config(path: str | Path | None, changes: dict[str, Any] | None = None) -> TrainConfig:
+    """Read a job from `path` (None: all defaults) and apply `changes` by dotted key."""
+    table = _read_toml(Path(path)) if path is not None else {}
+    for key, value in (changes or {}).items():
+        _put(table, key, value)
+    try:
+        return TrainConfig.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_sentences(error, str(path), set(changes or {}))) from None
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Split `key=value` of the command line; the value is TOML, or else a plain string."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not (key and equals and value):
+        raise ConfigError(f"{COMMAND_LINE}: {text!r} is not of the form key=value")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _put(table: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{COMMAND_LINE}: {section!r} in {key!r} is not a table")
+    table[last] = value
+
+
+def _sentences(error: ValidationError, file: str, changed: set[str]) -> str:
+    """One line for each mistake: where it stands, which key, what is wrong."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        origin = COMMAND_LINE if any(f"{key}.".startswith(f"{c}.") for c in changed) else file
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{origin}: unknown key {key!r}{_nearest(item['loc'])}")
+        else:
+            problem = item["msg"].replace("Input should", "should")
+            lines.append(f"{origin}: {key} {problem}, not {item['input']!r}")
+    return "\n".join(lines)
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    """A hint for an unknown key: its nearest neighbour, or the table where that name lives."""
+    model: type[BaseModel] = TrainConfig
+    for part in loc[:-1]:
+        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+    name = str(loc[-1])
+    near = difflib.get_close_matches(name, model.model_fields, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    for section, field in TrainConfig.model_fields.items():
+        table = field.annotation
+        if isinstance(table, type) and name in getattr(table, "model_fields", {}):
+            return f"; did you mean '{section}.{name}'?"
+    return f"; known keys are {', '.join(model.model_fields)}"

@@ -1,0 +1,215 @@
+"""Start local workers through torchrun's machinery, or run in place under an outer torchrun.
+
+The launcher and its workers talk through files in a job directory: the job goes in as JSON, rank
+0's answer and every rank's error come out. A failing run is told once, by its first error, and a
+signal ends every worker before the launcher itself ends. Importing this module imports no torch.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.core.errors import PlanError, ShardwiseError, UsageError
+from shardwise.train.config import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+ANSWER_FILE = "answer.json"
+ERROR_FILE = "error-{rank}.json"
+USER_MISTAKES = (ConfigError, PlanError, UsageError)
+"""Errors that the user mends by asking for something else; all others are failures."""
+_CRASH_SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "killed (SIGKILL), as the system does when memory runs out",
+    signal.SIGILL: "stopped by an instruction that this CPU refuses (SIGILL)",
+    signal.SIGSEGV: "stopped by a segmentation fault (SIGSEGV)",
+    signal.SIGBUS: "stopped by a bus error (SIGBUS), as when shared memory or a disk is full",
+}
+_AGENT_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
+_SHUTDOWN_S = 5
+"""How long workers may take to end after a signal before they are killed."""
+
+
+class WorkerError(ShardwiseError, RuntimeError):
+    """A worker failed for a reason that is not the user's mistake."""
+
+    exit_code = 1
+
+
+def run(entry: str, arguments: dict[str, Any], *, workers: int, logs: Path | None = None) -> Any:
+    """Call `entry` ("module:function") with `arguments` on every worker; return rank 0's answer.
+
+    Arguments and answer must be JSON. The stack trace of an unexpected error is kept in `logs`,
+    or in a new temporary directory.
+    Raises the first worker's error as one sentence, and KeyboardInterrupt on Ctrl-C.
+    """
+    if under_torchrun():
+        return _run_in_place(entry, arguments)
+    job_dir = Path(tempfile.mkdtemp(prefix="shardwise-"))
+    try:
+        job = {"entry": entry, "arguments": arguments, "launcher_pid": os.getpid()}
+        (job_dir / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        _launch(job_dir, workers, logs)
+        return json.loads((job_dir / ANSWER_FILE).read_text(encoding="utf-8"))
+    finally:
+        shutil.rmtree(job_dir, ignore_errors=True)
+
+
+def _run_in_place(entry: str, arguments: dict[str, Any]) -> Any:
+    """Be one of the ranks that somebody else started."""
+    for name, value in rank_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).items():
+        os.environ.setdefault(name, value)  # before torch is imported
+    from shardwise.train.worker import call
+
+    with _interrupts_held():
+        import torch.distributed  # noqa: F401
+
+    return call(entry, arguments)
+
+
+def under_torchrun() -> bool:
+    """Whether somebody else already started the ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for the job: rank 0, or a launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def rank_environment(num_local: int, cpu_info: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """What each of `num_local` ranks of one machine needs before it imports torch."""
+    environment = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_local))}
+    if _advertises_amx(cpu_info):
+        # Some machines advertise AMX and then kill the process that uses it (bf16 matmul).
+        environment["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    return environment
+
+
+def _local_environment() -> dict[str, str]:
+    """All ranks are on this machine: never depend on how its name resolves."""
+    return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+
+
+def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
+    with _interrupts_held():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError as Failed
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # port 0: any free one
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(job_dir / "elastic")),
+        shutdown_timeout=_SHUTDOWN_S,
+        # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and the agent then ends the workers
+        # by SIGTERM, which stops them at once and silently wherever they are.
+        signals_to_handle=",".join(_AGENT_SIGNALS),
+    )
+    command = ("-m", "shardwise.train.worker", str(job_dir))
+    environment = rank_environment(workers) | _local_environment()
+    with _environment(environment), _handlers_restored(), _quiet_elastic():
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except Failed as error:
+            raise _first_error(job_dir, error, logs) from None
+        except SignalException as error:
+            raise SystemExit(128 + error.sigval) from None
+
+
+def _first_error(job_dir: Path, failed: "ChildFailedError", logs: Path | None) -> ShardwiseError:
+    """The error that came first: the others are usually its consequences."""
+    for rank, failure in failed.failures.items():
+        if -failure.exitcode in _CRASH_SIGNALS:  # never the consequence of another rank's end
+            return WorkerError(f"rank {rank} was {_CRASH_SIGNALS[-failure.exitcode]}")
+    errors = [json.loads(path.read_text(encoding="utf-8")) for path in job_dir.glob("error-*.json")]
+    if not errors:
+        rank, failure = failed.get_first_failure()
+        return WorkerError(f"rank {rank} ended with exit code {failure.exitcode} and said nothing")
+    first = min(errors, key=lambda error: error["time_ns"])
+    if first["is_mistake"]:
+        return UsageError(first["sentence"])
+    if first["is_ours"]:
+        return WorkerError(f"rank {first['rank']}: {first['sentence']}")
+    trace = (logs or Path(tempfile.mkdtemp(prefix="shardwise-"))) / f"error-rank{first['rank']}.txt"
+    trace.write_text(first["traceback"], encoding="utf-8")
+    return WorkerError(f"rank {first['rank']}: {first['sentence']} (stack trace in {trace})")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _advertises_amx(cpu_info: Path) -> bool:
+    try:
+        return "amx_tile" in cpu_info.read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Set what is unset, for the workers to inherit, and take it back afterwards."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait while torch is imported: in the middle it breaks the import obscurely."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Give back the signal handlers that the agent replaces."""
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in _AGENT_SIGNALS}
+    try:
+        yield
+    finally:
+        for name, handler in handlers.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Silence the agent's own report of a failure: ours is one sentence and comes once."""
+    loggers = [
+        logging.getLogger(name)
+        for name in list(logging.Logger.manager.loggerDict)
+        if name.startswith("torch.distributed.elastic")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

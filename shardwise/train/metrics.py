@@ -1,0 +1,130 @@
+"""What a run measures: one flat JSON line a step, memory, and the summary at the end."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One line of the metrics file. Memory is rank 0's."""
+
+    step: int
+    """Counts from 1."""
+    loss: float
+    """Mean over the global batch."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens_per_s: float
+    step_s: float
+    rss_bytes: int
+    peak_rss_bytes: int
+    val_loss: float | None = None
+    """Only on steps that validated; absent from the line otherwise."""
+
+    def to_json(self) -> str:
+        """The record as one line."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a finished run tells."""
+
+    model: str
+    num_parameters: int
+    plan: str
+    ranks: int
+    steps: int
+    first_loss: float
+    last_loss: float
+    val_loss: float
+    tokens_per_s: float
+    """Median over the steps: the first ones are not representative."""
+    seconds: float
+    peak_rss_bytes: list[int]
+    """One value a rank."""
+    metrics: str
+    """Path of the metrics file."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as plain data."""
+        return asdict(self)
+
+
+class MetricsWriter:
+    """Appends records to a file, each on disk before the next step begins.
+
+    With path None it accepts and drops them: ranks other than 0 run the same code.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a", encoding="utf-8") if path is not None else None
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record."""
+        if self._file is not None:
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now; 0 where the system does not tell."""
+    return _status_bytes("VmRSS:") or 0
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    peak = _status_bytes("VmHWM:")
+    if peak is not None:
+        return peak
+    # Second choice: on Linux getrusage also counts the parent from which this process was forked.
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes as a person reads them: 1.5 GB."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} B"
+    exponent = min(int(math.log10(num_bytes) // 3), 5)
+    return f"{num_bytes / 1000**exponent:.3g} {'kMGTP'[exponent - 1]}B"
+
+
+def format_count(count: float) -> str:
+    """A count as a person reads it: 10.7M."""
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{suffix}"
+    return f"{count:.0f}"
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)

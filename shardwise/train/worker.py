@@ -1,0 +1,118 @@
+"""One worker process: join the group, run the job, leave in order. Started by `launch`.
+
+Importing this module imports no torch: a worker first makes sure that it cannot outlive its
+launcher.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.train.launch import ANSWER_FILE, ERROR_FILE, USER_MISTAKES
+
+_PR_SET_PDEATHSIG = 1
+"""From the kernel's prctl.h."""
+
+
+def main() -> NoReturn:
+    """Run the job in the directory given as argument, leave answer or error there, and exit."""
+    job_dir = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    job = json.loads((job_dir / "job.json").read_text(encoding="utf-8"))
+    _die_with(job["launcher_pid"])
+    try:
+        answer = call(job["entry"], job["arguments"])
+        if rank == 0:
+            _write(job_dir / ANSWER_FILE, answer)
+        code = 0
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else 1
+    except Exception as error:  # whatever it was, the launcher must tell it
+        _write(job_dir / ERROR_FILE.format(rank=rank), _describe(error, rank))
+        code = 1
+    leave(code)
+
+
+def call(entry: str, arguments: dict[str, Any]) -> Any:
+    """Call `entry` ("module:function") as a member of the process group."""
+    module, _, function = entry.partition(":")
+    with process_group():
+        return getattr(importlib.import_module(module), function)(**arguments)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the group that torchrun's environment describes; leave it together with the others."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        dist.init_process_group("gloo")
+    else:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(f"cpu:gloo,{device.type}:{backend}")
+    # No `finally`: after an error, destroying a group can wait for peers that will never answer.
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without running C++ destructors.
+
+    gloo's threads sometimes abort the interpreter's own exit, after all work is done. By now the
+    outcome is decided and on disk, so that skipping them hides nothing.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _describe(error: BaseException, rank: int) -> dict[str, Any]:
+    text = str(error).strip()
+    if isinstance(error, ShardwiseError):
+        sentence = text
+    else:
+        first_line = text.splitlines()[0] if text else ""
+        sentence = f"{type(error).__name__}: {first_line}" if text else type(error).__name__
+    return {
+        "rank": rank,
+        "time_ns": time.time_ns(),
+        "is_mistake": isinstance(error, USER_MISTAKES),
+        "is_ours": isinstance(error, ShardwiseError),
+        "sentence": sentence,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _write(path: Path, content: Any) -> None:
+    """Write JSON so that the launcher sees the whole file or none."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def _die_with(launcher_pid: int) -> None:
+    """Ask the kernel to end this worker when its launcher ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher_pid:  # it was faster
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Fixtures: pools of worker processes, one a module and world size."""
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.harness import Workers
+
+
+def _pool(world: int):
+    pool = Workers(world)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def two():
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="module")
+def four():
+    yield from _pool(4)
+
+
+@pytest.fixture(scope="module")
+def one():
+    yield from _pool(1)
