@@ -20,10 +20,11 @@ from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import check
 from shardwise.runtime import access, build, hooks
-from shardwise.runtime.optim import OptimizerTakeover, check_elementwise
+from shardwise.runtime.optim import OptimizerTakeover, check_elementwise, watch
 from shardwise.runtime.runtime import Runtime
 
 _runtimes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Weak on both sides: the model's hooks hold its runtime, which holds the model."""
 
 
 @overload
@@ -64,9 +65,10 @@ def shard(
     ``plan`` is a preset's name, a plan file, or a Plan. ``levels`` describes the grid, innermost
     first (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come
     back as the same objects. Values: a model built in ``deferred_init`` is materialised unit by
-    unit, straight into parts; otherwise rank 0's values win. ``elementwise`` vouches for an
-    optimizer class that shardwise does not know. A rank that waits for another for more than
-    ``timeout_s`` seconds raises a SyncError that names the unit and the ranks.
+    unit, straight into parts; otherwise rank 0's values win. An optimizer that is built later is
+    taken over when it first steps. ``elementwise`` vouches for optimizer classes that shardwise
+    does not know. A rank that waits for another for more than ``timeout_s`` seconds raises a
+    SyncError that names the unit and the ranks.
 
         >>> import torch, shardwise as sw
         >>> model = torch.nn.Linear(4, 4)
@@ -98,7 +100,8 @@ def shard(
     hooks.install(runtime)
     if optimizer is not None:
         OptimizerTakeover(runtime, optimizer)
-    _runtimes[model] = runtime
+    watch(runtime, elementwise)
+    _runtimes[model] = weakref.ref(runtime)
     weakref.finalize(model, grid.end_lanes)
     return model if optimizer is None else (model, optimizer)
 
@@ -117,7 +120,8 @@ def unshard(model: nn.Module) -> nn.Module:
 
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model."""
-    runtime = _runtimes.get(model)
+    found = _runtimes.get(model)
+    runtime = found() if found is not None else None
     if runtime is None:
         raise UsageError(
             f"This {type(model).__name__} is not sharded; pass the model that shardwise.shard got."

@@ -22,7 +22,7 @@ from shardwise.train.metrics import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.table import Table
 
-MEMORY_TERMS = ("params", "kept", "gathered", "grads", "grad_buffers", "optim", "total")
+MEMORY_TERMS = ("params", "kept", "gathered", "grads", "grad_buffers", "optim", "activations", "total")
 
 
 def explain(
@@ -40,6 +40,10 @@ def explain(
         Phase | None,
         typer.Option(help="The pass whose schedule is shown; by default the one that steps."),
     ] = None,
+    micro_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences a rank and micro-batch, for activations.")
+    ] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens a sequence, for activations.")] = 128,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """Show what a plan does: where states rest, each pass, bytes on each link, memory a rank.
@@ -59,6 +63,7 @@ def explain(
         model=_describe(model, chosen, topology.world),
         accumulate=accumulate,
         phase=phase or (Phase.ONLY if accumulate == 1 else Phase.LAST),
+        activations=_activations(model, chosen, micro_batch, seq),
     )
     check(chosen, topology, explanation.model)
     if as_json:
@@ -76,6 +81,8 @@ class Explanation:
     model: ModelSpec
     accumulate: int
     phase: Phase
+    activations: int = 0
+    """Bytes that forward saves for backward."""
 
     @property
     def traffic(self) -> Traffic:
@@ -83,7 +90,13 @@ class Explanation:
 
     @property
     def memory(self) -> Memory:
-        return memory(self.plan, self.model, self.topology, accumulates=self.accumulate > 1)
+        return memory(
+            self.plan,
+            self.model,
+            self.topology,
+            accumulates=self.accumulate > 1,
+            activations=self.activations,
+        )
 
 
 @dataclass(frozen=True)
@@ -200,6 +213,25 @@ def _describe(name: str, plan: Plan, world: int) -> ModelSpec:
     return describe(module, plan, world)
 
 
+def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
+    """What the named model's forward saves for backward, in the plan's compute dtype."""
+    import torch
+
+    from shardwise.model.activations import saved_bytes
+    from shardwise.train.config import ModelConfig
+    from shardwise.train.models import build_model
+
+    def build() -> torch.nn.Module:
+        module = build_model(ModelConfig(name=name))
+        return module.to(getattr(torch, plan.precision.compute)) if plan.precision.compute else module
+
+    def run(module: torch.nn.Module) -> object:
+        tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)
+        return module(tokens, labels=tokens)
+
+    return saved_bytes(build, run)
+
+
 def _rests(rungs: Rungs) -> dict[str, int]:
     return {"P": rungs.params, "G": rungs.grads, "OS": rungs.optim, "keep": rungs.keep}
 
@@ -234,7 +266,7 @@ def _print(explanation: Explanation) -> None:
             f"  leaving one {leaving.level} ({_ranks(leaving.num_ranks)}): "
             f"{format_bytes(leaving.sent_bytes)} a step"
         )
-    console.print("\n[bold]Memory a rank[/bold], without activations", _memory_table(explanation))
+    console.print("\n[bold]Memory a rank[/bold]", _memory_table(explanation))
 
 
 def ladder_lines(rungs: Rungs, topology: Topology) -> Iterator[str]:

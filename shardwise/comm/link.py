@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import SyncError
 
-CHUNK_NUMEL = 1 << 18
+CHUNK_NUMEL = 1 << 16
 """Sums run in chunks of this many elements, so that partial sums stay in cache."""
 
 
@@ -70,20 +70,25 @@ def pieces(buffer: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 class Summer:
-    """Sums pieces in member order, at least in float32, chunk by chunk."""
+    """Sums pieces chunk by chunk, in a fixed order and at least in float32."""
 
     def __init__(self) -> None:
-        self._totals: dict[torch.dtype, torch.Tensor] = {}
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def chunks(self, numel: int) -> Sequence[slice]:
+    @staticmethod
+    def chunks(numel: int) -> Sequence[slice]:
         return [slice(i, min(i + CHUNK_NUMEL, numel)) for i in range(0, numel, CHUNK_NUMEL)]
 
     def begin(self, first: torch.Tensor) -> torch.Tensor:
         """A chunk's running total, begun with its first addend."""
         dtype = torch.promote_types(first.dtype, torch.float32)
-        if dtype not in self._totals:
-            self._totals[dtype] = torch.empty(CHUNK_NUMEL, dtype=dtype)
-        return self._totals[dtype][: first.numel()].copy_(first)
+        return self._buffer("total", dtype)[: first.numel()].copy_(first)
+
+    def plus(self, total: torch.Tensor, addend: torch.Tensor) -> None:
+        if addend.dtype != total.dtype:
+            # Adding across dtypes is not vectorised; converting first is ten times as fast.
+            addend = self._buffer("addend", total.dtype)[: addend.numel()].copy_(addend)
+        total.add_(addend)
 
     @staticmethod
     def store(total: torch.Tensor, out: torch.Tensor, scale: float, add: bool) -> None:
@@ -93,6 +98,11 @@ class Summer:
             out.copy_(total)
         else:
             torch.mul(total, scale, out=out)
+
+    def _buffer(self, role: str, dtype: torch.dtype) -> torch.Tensor:
+        if (role, dtype) not in self._scratch:
+            self._scratch[role, dtype] = torch.empty(CHUNK_NUMEL, dtype=dtype)
+        return self._scratch[role, dtype]
 
 
 class PeerLink:
@@ -144,7 +154,7 @@ class PeerLink:
         for chunk in self._summer.chunks(numel):
             total = self._summer.begin(arrived[0][chunk])
             for i in range(1, self.size):
-                total.add_(arrived[i][chunk])
+                self._summer.plus(total, arrived[i][chunk])
             self._summer.store(total, out[chunk], scale, add)
         self._wait(sends, key)
 

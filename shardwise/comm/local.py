@@ -24,11 +24,20 @@ from shardwise.core.errors import SyncError
 
 _POSTED, _KEY, _ADDRESS, _FINISHED, _PID = range(5)
 _FIELDS = 8
-_NAP_S = 20e-6
+_LOOK_AFTER_S = 0.5
+"""How often a waiting rank checks that the other is still alive."""
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64
 
 
 class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Board:
@@ -48,6 +57,7 @@ class Board:
         self._memory = mmap.mmap(handle, size)
         os.close(handle)
         self._cells = memoryview(self._memory).cast("q")
+        self._base = ctypes.c_char.from_buffer(self._memory)
         self.set(me, _PID, os.getpid())
         dist.barrier(group=group)
         if me == 0:
@@ -59,9 +69,31 @@ class Board:
     def set(self, member: int, field: int, value: int) -> None:
         self._cells[member * _FIELDS + field] = value
 
+    def announce(self, member: int, field: int, value: int) -> None:
+        """Sets a counter and wakes whoever waits for it."""
+        self.set(member, field, value)
+        self._futex(member, field, _FUTEX_WAKE, 0x7FFFFFFF, None)
+
+    def wait_while(self, member: int, field: int, value: int, limit_s: float) -> None:
+        """Sleeps while a counter has a value, but not longer than the limit."""
+        self._futex(member, field, _FUTEX_WAIT, value & 0xFFFFFFFF, limit_s)
+
     def close(self) -> None:
         self._cells.release()
+        del self._base
         self._memory.close()
+
+    def _futex(self, member: int, field: int, verb: int, value: int, limit_s: float | None) -> None:
+        # A futex is the low half of a counter. The kernel checks the value once more before it
+        # puts the thread to sleep, so that no wake-up is lost.
+        address = ctypes.addressof(self._base) + (member * _FIELDS + field) * 8
+        limit = None
+        if limit_s is not None:
+            limit = ctypes.byref(_TimeSpec(int(limit_s), int(limit_s % 1 * 1e9)))
+        _LIBC.syscall(
+            ctypes.c_long(_SYS_FUTEX), ctypes.c_void_p(address), ctypes.c_int(verb),
+            ctypes.c_uint32(value), limit, None, ctypes.c_int(0),
+        )  # fmt: skip
 
 
 class LocalLink:
@@ -89,7 +121,7 @@ class LocalLink:
         for i in self._others():
             address = self._await_post(i, key)
             self._read(i, address, parts[i].data_ptr(), nbytes)
-        self._board.set(self.coordinate, _FINISHED, self._count)
+        self._board.announce(self.coordinate, _FINISHED, self._count)
 
     def reduce(
         self, buffer: torch.Tensor, out: torch.Tensor, key: int, *, scale: float, add: bool
@@ -111,9 +143,9 @@ class LocalLink:
 
             total = self._summer.begin(addend(0))
             for i in range(1, self.size):
-                total.add_(addend(i))
+                self._summer.plus(total, addend(i))
             self._summer.store(total, out[chunk], scale, add)
-        self._board.set(self.coordinate, _FINISHED, self._count)
+        self._board.announce(self.coordinate, _FINISHED, self._count)
 
     def finish(self) -> None:
         for i in self._others():
@@ -132,7 +164,7 @@ class LocalLink:
         board, me = self._board, self.coordinate
         board.set(me, _KEY, key)
         board.set(me, _ADDRESS, address)
-        board.set(me, _POSTED, self._count)
+        board.announce(me, _POSTED, self._count)
 
     def _await_post(self, member: int, key: int) -> int:
         self._until(member, _POSTED, self._labels.name(key))
@@ -146,12 +178,11 @@ class LocalLink:
         return self._board.get(member, _ADDRESS)
 
     def _until(self, member: int, field: int, what: str) -> None:
-        begin, naps = time.monotonic(), 0
-        while self._board.get(member, field) < self._count:
-            time.sleep(_NAP_S)
-            naps += 1
-            if naps % 1000 == 0:
-                self._check_alive(member, time.monotonic() - begin, what)
+        begin = time.monotonic()
+        while (value := self._board.get(member, field)) < self._count:
+            self._board.wait_while(member, field, value, _LOOK_AFTER_S)
+            if (waited_s := time.monotonic() - begin) > _LOOK_AFTER_S:
+                self._check_alive(member, waited_s, what)
 
     def _check_alive(self, member: int, waited_s: float, what: str) -> None:
         pid, peer = self._board.get(member, _PID), self._ranks[member]
@@ -200,15 +231,11 @@ def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
 
 
 def _supported() -> bool:
-    return platform.machine() == "x86_64" and hasattr(_libc(), "process_vm_readv")
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    return platform.machine() == "x86_64" and hasattr(_LIBC, "process_vm_readv")
 
 
 def _copy_from(pid: int, remote: int, local: int, nbytes: int) -> int:
-    call = _libc().process_vm_readv
+    call = _LIBC.process_vm_readv
     call.restype = ctypes.c_ssize_t
     here, there = _IoVec(local, nbytes), _IoVec(remote, nbytes)
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
@@ -218,8 +245,8 @@ def _copy_from(pid: int, remote: int, local: int, nbytes: int) -> int:
 def _allow_reading() -> None:
     """Lets processes of the same user read this one where Yama would allow only its parents."""
     pr_set_ptracer, anybody = 0x59616D61, -1
-    if hasattr(_libc(), "prctl"):
-        _libc().prctl(pr_set_ptracer, ctypes.c_ulong(anybody & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(pr_set_ptracer, ctypes.c_ulong(anybody & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
 
 
 def _host_identity() -> str:

@@ -1,28 +1,29 @@
 """Build a model without memory; give its tensors their values later, one by one.
 
-Inside `deferred_init()` large tensors are meta tensors whose operations are recorded below autograd;
-`materialize` replays those that one tensor depends on, on any device. Values depend on the seed and
-the program, never on what else was materialised. What cannot be replayed raises when materialised.
+Inside `deferred_init()` large tensors are meta tensors whose operations are recorded, below
+autograd; `materialize` replays those that one tensor depends on, on any device. Values depend on
+the seed and the program, never on what else was materialised. What cannot be replayed raises.
 
-[Note: what is deferred] Operations that touch a deferred tensor, ask for the meta device, or make a
-tensor of `MIN_NUMEL` elements or more from smaller ones. All else really runs, so that small buffers
-have values at once. An operation that needs values (`item`, `nonzero`, a write into a real tensor)
-gets them from a replay on the spot.
+[Note: what is deferred] Operations that touch a deferred tensor, ask for the meta device, or make
+a tensor of `MIN_NUMEL` elements or more from smaller ones. All else really runs, so that small
+buffers have values at once. An operation that needs values (`item`, `nonzero`, a write into a real
+tensor) gets them from a replay on the spot.
 
 [Note: histories] All aliases of a storage (views, `nn.Parameter`, `detach`) share one cell, an
-attribute of the torch storage that dies with it. A cell points at its last write, a write at the one
-before it. A write that fills the storage has none before it, so that dead stores (`reset_parameters`
-before `normal_`) drop out while recording. No history points at a cell: reference counts release it.
+attribute of the torch storage that dies with it. A cell points at its last write, a write at the
+one before it. A write that fills the storage has none before it, so that dead stores
+(`reset_parameters` before `normal_`) drop out while recording. No history points at a cell:
+reference counts alone release it.
 
-[Note: looking real] `nn.init` and model code skip initialisation when they see meta tensors. So inside
-the context Python is told the device that the code asked for. The functions of `nn.init` that skip
-meta tensors are recorded as one call at the moment they ask `is_meta`: control flow that depends on
-values (`trunc_normal_` draws until all samples fit) must not be frozen under one seed.
+[Note: looking real] `nn.init` and model code skip initialisation when they see meta tensors. So
+inside the context Python is told the device that the code asked for. The functions of `nn.init`
+that skip meta tensors are recorded as one call at the moment they ask `is_meta`: control flow that
+depends on values (`trunc_normal_` draws until all samples fit) must not be frozen under one seed.
 
 [Note: random numbers] Each random operation has its own stream, derived from a base seed and the
-number of random operations before it. The base is drawn from the global generator on entry: the same
-after the same `manual_seed`, another for a second model built after the first. An explicit generator's
-seed is the base of its operations, and `materialize(seed=)` does not replace it.
+number of random operations before it in the context. The base is `torch.initial_seed()` on entry:
+two models built in two contexts under one seed start alike. An explicit generator's seed is the
+base of its own operations, and `materialize(seed=)` does not replace it.
 """
 
 import functools
@@ -49,7 +50,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.core.errors import UsageError
 
 MIN_NUMEL = 16384
-"""Tensors with fewer elements are real from the start: they cost little, and model code reads them."""
+"""Smaller tensors are real from the start: they cost little, and model code reads them."""
 
 _aten = torch.ops.aten
 _order = itertools.count()
@@ -174,7 +175,7 @@ def _traits(func: Any) -> _Traits:
 
 
 def _map(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Applies `fn` to the leaves of an operator's arguments. (torch's pytree is ten times slower.)"""
+    """Applies `fn` to the leaves of an operator's arguments, much faster than torch's pytree."""
     if isinstance(value, list | tuple):
         return [_map(fn, item) for item in value]
     if isinstance(value, dict):
@@ -203,9 +204,13 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # would import torch._dynamo: seconds, and 60 MB
+
     def __init__(self) -> None:
         super().__init__()
-        self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self.seed = torch.initial_seed()
         self.num_random = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -355,7 +360,7 @@ _SKIP_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 _INITS = {f.__code__: f for name in _SKIP_META if (f := getattr(init, name, None))}
 _IS_META, _DEVICE, _SET_DATA = (
     Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
     Tensor.data.__set__,  # type: ignore[attr-defined]
 )
 
@@ -438,9 +443,9 @@ class _Replay:
         ops = _slice(target)
         if blind := next((op for op in ops if _leaves(_Lost, op.args, op.kwargs)), None):
             raise UsageError(
-                f"the values of a deferred tensor of shape {tuple(target.layout.size)} come through "
-                f"{blind.func} from a meta tensor that has none: give that one values, or create it "
-                "inside `deferred_init()`"
+                f"the values of a deferred tensor of shape {tuple(target.layout.size)} come "
+                f"through {blind.func} from a meta tensor that has none: give that one values, or "
+                "create it inside `deferred_init()`"
             )
         last_use = {ref.key: op for op in ops for ref in op.refs()}
         last_use.pop(target.key, None)
@@ -588,10 +593,11 @@ def deferred_init() -> Iterator[None]:
             yield
     finally:
         hook.remove()
-        for parameter, left in list(_parameters.items()):
-            cell = _cell(parameter)
-            if cell is not None and (left is None or left.ref.write is not cell.write):
-                _parameters[parameter] = _record_of(parameter, cell)
+        with _plain_torch():  # some may be guarded by now: look at them without asking them
+            for parameter, left in list(_parameters.items()):
+                cell = _cell(parameter)
+                if cell is not None and (left is None or left.ref.write is not cell.write):
+                    _parameters[parameter] = _record_of(parameter, cell)
 
 
 def materialize(
@@ -600,7 +606,7 @@ def materialize(
     """The values of a deferred tensor: detached, contiguous, on `device`.
 
     Args:
-        seed: instead of the seed of the context, for instance rank 0's `deferred_seed`.
+        seed: instead of the seed of the context, so that all ranks can use rank 0's.
     """
     with _plain_torch():
         found = _require(tensor)
@@ -613,9 +619,10 @@ def materialize(
 
 
 def forget(tensor: Tensor) -> None:
-    """Drops what is kept about a parameter, and the real tensors that were copied into it.
+    """Drops what is kept about a parameter: to be called when it has its values.
 
-    For when it has its values; without it they go when the parameter does.
+    Otherwise its history, with real tensors that were copied into it, lives as long as it does, and
+    the weak reference to it keeps `torch.utils.swap_tensors` from working.
     """
     _parameters.pop(tensor, None)
 

@@ -14,6 +14,8 @@ from shardwise.plan.plan import Plan
 ROOT = "root"
 """Name of the unit that has everything that no other unit has."""
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
 
 @dataclass
 class Members:
@@ -98,9 +100,7 @@ def _found_units(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
     uses = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     units = []
     for name, module in model.named_modules():
-        if id(module) in blocks:
-            units.append((name, module))
-        elif (
+        if id(module) in blocks or (
             blocks
             and name
             and id(module) not in inside
@@ -115,10 +115,12 @@ def _find_blocks(
 ) -> None:
     children = [(n, c) for n, c in module._modules.items() if c is not None]
     kinds = Counter(type(child) for _, child in children)
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
     for name, child in children:
         path = f"{prefix}{name}"
-        if is_container and _is_block(child, kinds[type(child)], min_numel):
+        is_block = isinstance(module, _CONTAINERS) and _is_block(
+            child, kinds[type(child)], min_numel
+        )
+        if is_block and not _is_stage(child, min_numel):
             found.setdefault(id(child), (path, child))
         else:
             _find_blocks(child, f"{path}.", min_numel, found)
@@ -126,20 +128,38 @@ def _find_blocks(
 
 def _is_block(module: nn.Module, siblings: int, min_numel: int) -> bool:
     """A block is one of several of its kind, or has modules inside, and is large enough."""
-    repeated = siblings > 1 or any(True for _ in module.children())
+    repeated = siblings > 1 or _has_children(module)
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return repeated and not is_list and _numel(module) >= min_numel
+
+
+def _is_stage(module: nn.Module, min_numel: int) -> bool:
+    """A stage is mostly a list of alike blocks (Swin, ConvNeXt, U-Nets): those are the units.
+
+    Not so a block with a list of experts, which are used in another order on every rank.
+    """
+    lists = [module] + [c for n, c in module.named_children() if "expert" not in n]
+    for blocks in (found for found in lists if isinstance(found, _CONTAINERS)):
+        large = [b for b in blocks.children() if _has_children(b) and _numel(b) >= min_numel]
+        repeated = max(Counter(map(type, large)).values(), default=0) > 1
+        if repeated and 3 * sum(map(_numel, large)) >= 2 * _numel(module):
+            return True
+    return False
 
 
 def _is_heavy_leaf(
     module: nn.Module, heaviest: int, plan: Plan, uses: Counter[nn.Parameter]
 ) -> bool:
     own = [p for p in module._parameters.values() if p is not None]
-    is_leaf = not any(True for _ in module.children())
+    is_leaf = not _has_children(module)
     alone = all(uses[p] == 1 for p in own)
     return (
         is_leaf and alone and sum(p.numel() for p in own) >= max(plan.min_unit_numel, heaviest // 4)
     )
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _numel(module: nn.Module) -> int:

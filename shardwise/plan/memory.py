@@ -4,6 +4,7 @@ Counts what the runtime allocates for states and transfers; activations are the 
 ``parts[x]`` is the number of parts on the rung of x, ``numel`` a flat's padded size.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
@@ -21,22 +22,25 @@ class Memory:
     kept: int
     """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
     gathered: int
-    """root in full + (prefetch + 1) * the largest inner unit in full, in the compute dtype; only
-    units with P > rung 0, and inner ones only if they are not kept in full."""
+    """root in full + buffers for inner units in full, in the compute dtype: prefetch + 1 of each
+    size that occurs; only units with P > rung 0, and inner ones only if not kept in full."""
     grads: int
     """sum over trained flats: numel / parts[OS] * bytes(master), and, where accumulation rests on
     another rung, numel / parts[G] * bytes(master)."""
     grad_buffers: int
-    """2 * the largest unit's trained flats in full * bytes(reduce): one filled by backward while
-    the other travels."""
+    """trained flats in full * bytes(reduce): root's, which fills during the whole backward, and
+    two of each size of inner units: one filled by backward while the other travels."""
     optim: int
     """sum over trained flats: (optim_words + 1 if master differs from compute) * numel / parts[OS]
     * bytes(master)."""
+    activations: int = 0
+    """What forward saves for backward; the caller's figure (``model.activations``)."""
 
     @property
     def total(self) -> int:
         """The sum of all terms: an upper bound of what is held at once."""
-        return self.params + self.kept + self.gathered + self.grads + self.grad_buffers + self.optim
+        states = self.params + self.grads + self.optim
+        return states + self.kept + self.gathered + self.grad_buffers + self.activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def memory(
     *,
     optim_words: int = 2,
     accumulates: bool = False,
+    activations: int = 0,
 ) -> Memory:
     """What each rank holds in a training step.
 
@@ -94,6 +99,7 @@ def memory(
         grads=sum(_grads(unit, accumulates) for unit in placed),
         grad_buffers=_grad_buffers(placed),
         optim=sum(_optim(unit, optim_words) for unit in placed),
+        activations=activations,
     )
 
 
@@ -112,7 +118,12 @@ def _gathered_root(root: _Placed) -> int:
 
 def _gathered_inner(inner: list[_Placed], prefetch: int) -> int:
     sizes = [unit.compute_bytes(0) for unit in inner if unit.rungs.params > 0 < unit.rungs.keep]
-    return min(prefetch + 1, len(sizes)) * max(sizes, default=0)
+    return _pooled(sizes, prefetch + 1)
+
+
+def _pooled(sizes: list[int], at_once: int) -> int:
+    """What a pool holds that lends at most ``at_once`` buffers of each size."""
+    return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
 
 
 def _grads(placed: _Placed, accumulates: bool) -> int:
@@ -128,11 +139,11 @@ def _grads(placed: _Placed, accumulates: bool) -> int:
 
 
 def _grad_buffers(units: list[_Placed]) -> int:
-    full = (
+    root, *inner = (
         sum(flat.numel * unit.dtype_bytes("reduce", flat) for flat in trained_flats(unit.unit))
         for unit in units
     )
-    return 2 * max(full, default=0)
+    return root + _pooled(inner, 2)
 
 
 def _optim(placed: _Placed, optim_words: int) -> int:

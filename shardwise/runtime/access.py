@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Hop
 from shardwise.runtime import grads
-from shardwise.runtime.flat import Flat, ParamSlot
+from shardwise.runtime.flat import Flat, ParamSlot, torch_dtype
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import State, Unit
 
@@ -50,11 +50,23 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
                     runtime.grid.control.broadcast(value)
                 else:
                     dist.broadcast(value, src=0)
-                slot.flat.write(slot.spec, value)
+                _take(slot, value)
                 if unit.travels:
                     continue
                 slot.parameter.copy_(value)
             unit.bump()
+
+
+def _take(slot: ParamSlot, value: torch.Tensor) -> None:
+    """Writes a parameter, but leaves a wider master alone where it rounds to that value already."""
+    master, compute = slot.master_part(), slot.flat.dtypes.compute
+    if master is None or master.dtype == compute:
+        slot.flat.write(slot.spec, value)
+        return
+    before = master.clone()
+    slot.flat.write(slot.spec, value)
+    unchanged = before.to(compute) == master.to(compute)
+    master.copy_(torch.where(unchanged, before, master))
 
 
 def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str, torch.Tensor]:
@@ -132,9 +144,9 @@ def _gather_whole(
 def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
     """The reduced gradients in full, by name, on every rank; parameters without one are left out."""
     runtime.require_idle("full_grads")
+    grads.read(runtime)
     if runtime.accumulated:
         raise UsageError("Gradients are not reduced yet: the last backward ran under no_sync.")
-    grads.read(runtime.trained_slots)
     found = {}
     for unit in runtime.units:
         for flat in unit.trained:
@@ -154,19 +166,29 @@ def optim_state_dict(runtime: Runtime, optimizer: Optimizer) -> dict[str, dict[s
     result: dict[str, dict[str, Any]] = {}
     for unit in runtime.units:
         for flat in unit.trained:
-            for key in _state_keys(runtime, optimizer, flat):
-                _collect_state(runtime, optimizer, unit, flat, key, result)
+            for key, names in _state_keys(runtime, optimizer, flat).items():
+                _collect_state(runtime, optimizer, unit, flat, key, names, result)
     return result
 
 
-def _state_keys(runtime: Runtime, optimizer: Optimizer, flat: Flat) -> list[str]:
-    """The tensor states that any rank has for a flat; ranks whose part is padding have none."""
-    mine = {k for slot in flat.slots for k in optimizer.state.get(slot.parameter, {})}
-    if runtime.grid.place.world == 1:
-        return sorted(mine)
-    seen: list[Any] = [None] * runtime.grid.place.world
-    dist.all_gather_object(seen, sorted(mine))
-    return sorted({key for keys in seen for key in keys})
+def _state_keys(runtime: Runtime, optimizer: Optimizer, flat: Flat) -> dict[str, dict[str, str]]:
+    """For each state of a flat the parameters that have it on any rank, each with its dtype.
+
+    Ranks whose part is padding, and parameters that never had a gradient, have none.
+    """
+    mine = [
+        (key, slot.name, str(torch.as_tensor(value).dtype).removeprefix("torch."))
+        for slot in flat.slots
+        for key, value in optimizer.state.get(slot.parameter, {}).items()
+    ]
+    seen: list[Any] = [mine]
+    if runtime.grid.place.world > 1:
+        seen = [None] * runtime.grid.place.world
+        dist.all_gather_object(seen, mine)
+    keys: dict[str, dict[str, str]] = {}
+    for key, name, dtype in sorted({entry for entries in seen for entry in entries}):
+        keys.setdefault(key, {})[name] = dtype
+    return keys
 
 
 def _collect_state(
@@ -175,78 +197,84 @@ def _collect_state(
     unit: Unit,
     flat: Flat,
     key: str,
+    dtypes: dict[str, str],
     result: dict[str, dict[str, Any]],
 ) -> None:
-    part = torch.zeros(flat.optim_at.numel, dtype=flat.dtypes.master)
-    scalars = torch.full((flat.optim_at.numel,), float("nan"), dtype=torch.float64)
+    """One state of all parameters of a flat; a number is laid over all its parameter's elements."""
+    widest = max((torch_dtype(name) for name in dtypes.values()), key=lambda d: d.itemsize)
+    part = torch.zeros(flat.optim_at.numel, dtype=widest, device=flat.part.device)
+    is_number = torch.zeros_like(part, dtype=torch.bool)
     for slot in flat.slots:
         value = optimizer.state.get(slot.parameter, {}).get(key)
-        own, single = slot.of(part, flat.optim_at), slot.of(scalars, flat.optim_at)
-        if own is None or single is None or value is None:
-            continue
-        if isinstance(value, torch.Tensor) and value.dim():
-            own.copy_(value)
-        else:
-            single.fill_(float(value))
+        own, single = slot.of(part, flat.optim_at), slot.of(is_number, flat.optim_at)
+        if own is not None and single is not None and value is not None:
+            own.copy_(torch.as_tensor(value))
+            single.fill_(torch.as_tensor(value).dim() == 0)
     whole = _gather_whole(runtime, unit, flat, part, unit.rungs.optim)
-    numbers = _gather_whole(runtime, unit, flat, scalars, unit.rungs.optim)
+    numbers = _gather_whole(runtime, unit, flat, is_number, unit.rungs.optim)
     for slot in flat.slots:
-        place = slot.spec.interval.relative_to(0)
-        number = numbers[place]
-        states = result.setdefault(slot.name, {})
-        if number.numel() and not number[0].isnan():
-            states[key] = number[0].clone()
-        else:
-            states[key] = whole[place].view(slot.spec.param.shape).clone()
+        if slot.name in dtypes:
+            place = slot.spec.interval.relative_to(0)
+            value = whole[place].to(torch_dtype(dtypes[slot.name]), copy=True)
+            shape = () if numbers[place][0] else slot.spec.param.shape
+            value = value[0] if shape == () else value.view(shape)
+            result.setdefault(slot.name, {})[key] = value
 
 
 def clip_grad_norm_(
     runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is at most ``max_norm``; returns the norm."""
+    if not norm_type > 0:
+        raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
     runtime.require_idle("clip_grad_norm_")
+    grads.read(runtime)
     if runtime.accumulated:
         raise UsageError(
             "clip_grad_norm_ after a backward under no_sync: gradients are not reduced yet."
         )
-    grads.read(runtime.trained_slots)
-    parts = [
-        part
-        for slot in runtime.trained_slots
-        if slot.has_grad and (part := slot.grad_part()) is not None
-    ]
-    total = _total_norm(runtime, parts, norm_type)
+    total = _total_norm(runtime, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise UsageError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they "
             "cannot be clipped; pass error_if_nonfinite=False to clip anyway."
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if parts and not factor == 1.0:
-        torch._foreach_mul_(parts, factor.to(parts[0]))
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
+    parts = [part for unit in runtime.units for part in _grad_parts(unit)]
+    if parts and factor != 1.0:
+        torch._foreach_mul_(parts, factor)
     return total
 
 
-def _total_norm(runtime: Runtime, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _grad_parts(unit: Unit) -> list[torch.Tensor]:
+    """This rank's parts of the unit's gradients, without padding."""
+    parts = [slot.grad_part() for slot in unit.slots if slot.has_grad]
+    return [part for part in parts if part is not None]
+
+
+def _total_norm(runtime: Runtime, norm_type: float) -> torch.Tensor:
     """Every element counted once: only the first replica of each part contributes."""
-    norms = [n.double() for n in torch._foreach_norm(parts, norm_type)] if parts else []
+    rank, infinite = runtime.grid.place.rank, norm_type == float("inf")
+    counted = [
+        part
+        for unit in runtime.units
+        if _is_first_replica(unit, rank)
+        for part in _grad_parts(unit)
+    ]
+    norms = [n.double().cpu() for n in torch._foreach_norm(counted, norm_type)] if counted else []
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-    infinite = norm_type == float("inf")
     value = local.max() if infinite else (local**norm_type).sum()
-    if not _is_first_replica(runtime):
-        value = torch.zeros_like(value)
-    rows = runtime.grid.control.exchange(value.reshape(1).cpu(), "norm of the gradients")
+    rows = runtime.grid.control.exchange(value.reshape(1), "norm of the gradients")
     # Rows are summed in rank order on every rank, so that all get the same bits.
     total = rows.max() if infinite else rows.sum() ** (1.0 / norm_type)
-    return total.float() if not parts or parts[0].dtype != torch.float64 else total
+    wide = any(flat.dtypes.master == torch.float64 for u in runtime.units for flat in u.trained)
+    return total if wide else total.float()
 
 
-def _is_first_replica(runtime: Runtime) -> bool:
-    rank = runtime.grid.place.rank
-    return all(
-        step.coordinate(rank) == 0
-        for step in runtime.root.rungs.ladder.steps[runtime.root.rungs.optim :]
-    )
+def _is_first_replica(unit: Unit, rank: int) -> bool:
+    """Whether no earlier rank has the same part of the unit's gradients."""
+    beyond = unit.rungs.ladder.steps[unit.rungs.optim :]
+    return all(step.coordinate(rank) == 0 for step in beyond)
 
 
 def _persistent_buffers(model: nn.Module) -> set[str]:

@@ -16,6 +16,7 @@ from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.flat import ParamSlot
+from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -32,32 +33,39 @@ class Backward:
         self._runtime = runtime
         self.active = False
         self.creates_graph = False
+        self._sync = True
+        """Whether the current backward began outside no_sync."""
         self._order: list[Unit] | None = None
         """Units in the order of their reductions; None until one backward was recorded."""
         self._expected: dict[ParamSlot, int] = {}
         """How many gradients each parameter got in the recorded backward."""
         self._missing: dict[Unit, int] = {}
-        self._completed: list[Unit] = []
+        self._recorded: list[Unit] = []
         self._launched: set[Unit] = set()
+        self._skipped: set[Unit] = set()
+        """Units that this rank passed by: others may wait for its zeros."""
         self._next = 0
         self._tickets: list[Ticket] = []
+        self._dropped: list[ParamSlot] = []
+        """Parameters whose gradient the user of any rank dropped before backward was finished."""
 
     # --- the pass -----------------------------------------------------------------------------
 
-    def begin(self) -> bool:
+    def begin(self, creates_graph: bool) -> bool:
         """Starts a backward unless one is running; returns whether it did."""
-        creates_graph = torch.is_grad_enabled()
         if self.active:
             self.creates_graph |= creates_graph
             return False
         self.active, self.creates_graph = True, creates_graph
-        self._completed.clear()
+        self._sync = self._runtime.sync
+        self._recorded.clear()
         self._launched.clear()
+        self._skipped.clear()
         self._next = 0
         self._missing = dict.fromkeys(self._trained_units(), 0)
         for slot, count in self._expected.items():
             self._missing[slot.unit] += count
-        grads.take_back(self._runtime.trained_slots)
+        grads.begin_backward(self._runtime)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         return True
 
@@ -66,6 +74,7 @@ class Backward:
         parameter, unit = slot.parameter, slot.unit
         grad = parameter.grad
         if grad is None:
+            slot.emptied = False  # by a hook of the user, who dropped it
             return
         if unit.travels and not slot.flat.full.filled:
             raise UsageError(
@@ -73,7 +82,7 @@ class Backward:
                 "output left the module in a form that was not recognised; return tensors, "
                 "tuples, lists, dicts or dataclasses from forward, or name other units in the plan."
             )
-        parameter.grad = None
+        grads.mark(slot)
         if slot.flat.grad is None:
             self._limit_in_flight()
         place = slot.flat.open_grad()[slot.spec.interval.relative_to(0)]
@@ -84,6 +93,7 @@ class Backward:
         slot.pending = slot.used = True
         slot.arrivals += 1
         self._count(slot)
+        self._runtime.grad_arrived(slot)
 
     def finish(self) -> None:
         """The end of backward: everything is reduced, and ``p.grad`` shows it."""
@@ -91,18 +101,35 @@ class Backward:
             return
         runtime = self._runtime
         try:
+            runtime.end_uses()  # first: other ranks may need gathers before they can reduce
             self._finish_reductions()
         finally:
             self.active = False
             self._tickets.clear()
         runtime.end_backward()
-        grads.show(runtime.trained_slots)
+        grads.end_backward(runtime, self._dropped)
         runtime.accumulated = not runtime.sync
 
     def finish_interrupted(self) -> None:
         """A backward that ended in an exception is finished with what had arrived."""
-        if self.active:
+        if not self.active:
+            return
+        runtime = self._runtime
+        now, runtime.sync = runtime.sync, self._sync  # the exception may have left no_sync
+        try:
             self.finish()
+        finally:
+            runtime.sync = now
+
+    def skip(self, units: list[Unit]) -> None:
+        """This rank passed by units that other ranks may have used, and reduce now.
+
+        It contributes what it has of them. Waiting for the end of backward instead would be a
+        deadlock: they cannot go on to the gathers that this rank needs to get there.
+        """
+        if self._order is not None and units:
+            self._skipped.update(units)
+            self._launch_complete(self._order)
 
     def took(self, unit: Unit) -> bool:
         """Whether all gradients of a unit have been taken in this backward."""
@@ -113,18 +140,25 @@ class Backward:
     def _count(self, slot: ParamSlot) -> None:
         unit = slot.unit
         if self._order is None:
-            if unit in self._completed:
-                self._completed.remove(unit)
-            self._completed.append(unit)
+            trained = [other for other in unit.slots if other.spec.param.requires_grad]
+            if unit not in self._launched and all(other.arrivals for other in trained):
+                self._runtime.agree_on_reduction(unit)
         elif slot.arrivals <= self._expected.get(slot, 0):
             self._missing[unit] -= 1
-            order = self._order
-            while self._next < len(order) and self._is_complete(order[self._next]):
-                self._launch(order[self._next])
-                self._next += 1
+            self._launch_complete(self._order)
+
+    def _launch_complete(self, order: list[Unit]) -> None:
+        while self._next < len(order) and self._is_complete(order[self._next]):
+            unit = order[self._next]
+            self._next += 1
+            if unit not in self._launched:
+                if unit in self._skipped:
+                    self._limit_in_flight()  # buffers of zeros count, too
+                self._launch(unit)
 
     def _is_complete(self, unit: Unit) -> bool:
-        return self._missing[unit] == 0 and any(slot.pending for slot in unit.slots)
+        complete = self._missing[unit] == 0 and any(slot.pending for slot in unit.slots)
+        return complete or unit in self._skipped
 
     def _launch(self, unit: Unit) -> None:
         """Reduces a unit's gradients; parameters without one contribute zeros."""
@@ -150,7 +184,10 @@ class Backward:
         units = self._trained_units()
         if not units:
             return
-        order = self._order if self._order is not None else self._agree_on_order(units)
+        if self._order is None:
+            while self._runtime.agree_on_reduction(None):
+                pass
+        order = self._order or self._recorded + [u for u in units if u not in self._launched]
         for unit in order:
             if unit not in self._launched:
                 self._limit_in_flight()
@@ -162,30 +199,36 @@ class Backward:
         while self._tickets:
             self._tickets.pop(0).wait()
         if self._order is None:
-            self._order = order
+            self._order = list(order)
+            trim_heap()  # later passes fit the holes that the first one left; see optim.py
             self._expected = {s: s.arrivals for s in self._runtime.trained_slots if s.arrivals}
 
-    def _agree_on_order(self, units: list[Unit]) -> list[Unit]:
-        """Rank 0's order of completion, then whatever it did not use."""
-        mine = self._completed + [unit for unit in units if unit not in self._completed]
-        indices = self._runtime.grid.control.broadcast_object(
-            [unit.index for unit in mine], "order of reductions in the first backward"
-        )
-        assert isinstance(indices, list)
-        return [self._runtime.units[i] for i in indices]
+    def reduce_agreed(self, unit: Unit) -> None:
+        """While recording: some rank has completed a unit, so all ranks reduce it now.
+
+        What this rank has not computed yet arrives late.
+        """
+        if unit not in self._launched:
+            self._recorded.append(unit)
+            self._limit_in_flight()
+            self._launch(unit)
 
     def _exchange_flags(self, units: list[Unit]) -> list[Unit]:
         """Learns which parameters any rank used; returns the units that any rank has more for."""
         runtime, slots = self._runtime, self._runtime.trained_slots
         flags = [slot.used for slot in slots]
+        flags += [grads.was_dropped(slot) for slot in slots]
         flags += [any(slot.pending for slot in unit.slots) for unit in units]
         if runtime.sync or any(unit.rungs.grads > 0 for unit in units):
             mine = torch.tensor(flags, dtype=torch.uint8)
             flags = runtime.grid.control.highest(mine, "end of a backward").tolist()
-        for slot, used in zip(slots, flags, strict=False):
+        count = len(slots)
+        for slot, used in zip(slots, flags[:count], strict=True):
             slot.has_grad = slot.has_grad or bool(used)
             slot.used = bool(used) and not runtime.sync
-        return [unit for unit, late in zip(units, flags[len(slots) :], strict=True) if late]
+        dropped = flags[count : 2 * count]
+        self._dropped = [slot for slot, drop in zip(slots, dropped, strict=True) if drop]
+        return [unit for unit, late in zip(units, flags[2 * count :], strict=True) if late]
 
     def _trained_units(self) -> list[Unit]:
         return [unit for unit in self._runtime.units if unit.trained]

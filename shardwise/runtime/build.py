@@ -10,7 +10,7 @@ from shardwise.model.inspect import Members
 from shardwise.plan.plan import Plan, resolve
 from shardwise.runtime import guard
 from shardwise.runtime.flat import Dtypes, Flat, ParamSlot, Pools
-from shardwise.runtime.memory import Pool
+from shardwise.runtime.memory import Pool, trim_heap
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
 
@@ -53,6 +53,7 @@ def build_runtime(
             encloses=index == 0,
         )
         _fill_unit(built, unit, unit_spec, grid, seed)
+        trim_heap()  # of the full values: they are in parts now
         units.append(built)
     runtime = Runtime(model, plan, grid, units, pools)
     for slot in runtime.slots:
@@ -96,10 +97,11 @@ def _rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
     if not parameter.is_meta:
         parameter.data = view
         return
-    attributes = dict(parameter.__dict__)
-    replacement = nn.Parameter(view, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, replacement)
-    parameter.__dict__.update(attributes)
+    # `.data` cannot change the device, and torch.utils.swap_tensors refuses tensors that somebody
+    # holds weakly, as the record of their initialisation does; that is over now.
+    replacement = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+    replacement.data = view  # not nn.Parameter(view): that would share the flat's version counter
+    torch._C._swap_tensor_impl(parameter, replacement)
 
 
 def _settle_buffers(model: nn.Module, grid: Grid, seed: int) -> None:

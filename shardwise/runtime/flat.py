@@ -284,7 +284,11 @@ class ParamSlot:
         """Whether a gradient was accumulated and not dropped; alike on all ranks once reduced."""
         self.handle: torch.Tensor | None = None
         """What was put into ``parameter.grad``; see ``grads.py``."""
+        self.emptied = False
+        """Whether ``parameter.grad`` was emptied for autograd, and not by the user."""
         self.guarded: torch.Tensor | None = None
+        self.accumulate: torch.autograd.graph.Node | None = None
+        """Autograd's node that puts gradients into ``parameter.grad``; see ``hooks.py``."""
         self.arrivals = 0
         """Local gradients that arrived in the current backward."""
         self.pending = False
@@ -299,6 +303,10 @@ class ParamSlot:
     def write(self, value: torch.Tensor) -> None:
         """Overwrites the parameter by a full value that all ranks pass alike."""
         self.runtime.write(self, value)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.flat.dtypes.master
 
     def highest(self, flag: torch.Tensor) -> torch.Tensor:
         return self.runtime.grid.control.highest(flag.reshape(-1).cpu(), "check for overflow")

@@ -1,56 +1,86 @@
 """What ``p.grad`` shows between backward passes, and what the user did to it meanwhile.
 
 After backward ``p.grad`` is a *handle*: a real view where this rank holds the whole gradient in
-the parameter's dtype, otherwise a guarded tensor. Before the next backward the handles are taken
-back. A handle that the user replaced by None means that the gradient was dropped; one replaced by
-a tensor means that this is the gradient now.
+the parameter's dtype, otherwise a guarded tensor. A handle that the user replaced by None means
+that the gradient was dropped; one replaced by a tensor means that this is the gradient now.
+
+Handles stay while backward runs: one is taken away only for the moment in which autograd
+accumulates (``make_room``), and a guarded one comes back with the gradient's arrival (``mark``).
+So a ``zero_grad`` after a backward that failed is noticed like any other.
 """
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.core.errors import UsageError
-from shardwise.core.topology import Interval
 from shardwise.runtime import guard
 from shardwise.runtime.flat import Flat, ParamSlot
 
-
-def show(slots: Iterable[ParamSlot]) -> None:
-    """Puts a handle on every parameter that has a gradient."""
-    for slot in slots:
-        if slot.has_grad:
-            slot.handle = _handle(slot)
-            guard.set_raw_grad(slot.parameter, slot.handle)
+if TYPE_CHECKING:
+    from shardwise.runtime.runtime import Runtime
 
 
-def read(slots: Iterable[ParamSlot]) -> None:
+def read(runtime: "Runtime") -> None:
     """Learns what the user did with the handles: nothing, dropped, or replaced."""
-    flats: dict[Flat, list[ParamSlot]] = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for slot in slots:
-            grad = slot.parameter.grad
-            if grad is slot.handle:
-                continue
-            slot.has_grad, slot.handle = grad is not None, grad
-            flats.setdefault(slot.flat, []).append(slot)
-    for flat, changed in flats.items():
-        _drop(flat, changed)
-        for slot in changed:
-            if slot.has_grad:
-                _adopt(slot)
+    changed = [slot for slot in runtime.trained_slots if not _untouched(slot)]
+    _forget(changed)
+    for slot in changed:
+        grad = guard.raw_grad(slot.parameter)
+        if grad is not None:
+            _adopt(slot, grad)
+            _show(slot)
+    # A step that was accumulated under no_sync and then dropped altogether begins anew.
+    runtime.accumulated &= any(slot.used for slot in runtime.trained_slots)
 
 
-def take_back(slots: Iterable[ParamSlot]) -> None:
-    """Before a backward: autograd must find ``p.grad`` empty."""
-    slots = list(slots)
-    read(slots)
-    with torch._C.DisableTorchFunctionSubclass():
-        for slot in slots:
-            slot.arrivals = 0
-            slot.pending = False
-            if slot.handle is not None:
-                slot.parameter.grad = slot.handle = None
+def begin_backward(runtime: "Runtime") -> None:
+    read(runtime)
+    for slot in runtime.trained_slots:
+        slot.arrivals, slot.pending, slot.emptied = 0, False, False
+
+
+def make_room(slot: ParamSlot) -> None:
+    """Autograd is about to accumulate: it must find ``p.grad`` empty."""
+    if slot.handle is not None and guard.raw_grad(slot.parameter) is slot.handle:
+        guard.set_raw_grad(slot.parameter, None)
+        slot.emptied = True
+
+
+def mark(slot: ParamSlot) -> None:
+    """The local gradient was taken: from now on ``p.grad`` stands for it."""
+    slot.handle, slot.emptied = _guarded(slot), False
+    guard.set_raw_grad(slot.parameter, slot.handle)
+
+
+def was_dropped(slot: ParamSlot) -> bool:
+    """Whether the user set ``p.grad`` to None since backward began."""
+    return not _untouched(slot) and guard.raw_grad(slot.parameter) is None
+
+
+def end_backward(runtime: "Runtime", dropped: list[ParamSlot]) -> None:
+    """Puts a handle on every parameter that has a gradient, unless the user dropped it already."""
+    for slot in dropped:
+        guard.set_raw_grad(slot.parameter, None)
+    _forget(dropped)
+    for slot in runtime.trained_slots:
+        if not slot.has_grad:
+            continue
+        if _untouched(slot):
+            _show(slot)
+        else:
+            slot.handle = _guarded(slot)  # differs from what the user put there: see read()
+        slot.emptied = False
+
+
+def _untouched(slot: ParamSlot) -> bool:
+    grad = guard.raw_grad(slot.parameter)
+    return grad is slot.handle or (slot.emptied and grad is None)
+
+
+def _show(slot: ParamSlot) -> None:
+    slot.handle = _handle(slot)
+    guard.set_raw_grad(slot.parameter, slot.handle)
 
 
 def _handle(slot: ParamSlot) -> torch.Tensor:
@@ -62,26 +92,34 @@ def _handle(slot: ParamSlot) -> torch.Tensor:
             whole = flat.reduced
         if whole is not None:
             return whole[place].view(slot.spec.param.shape)
+    return _guarded(slot)
+
+
+def _guarded(slot: ParamSlot) -> torch.Tensor:
     if slot.guarded is None:
         slot.guarded = guard.GuardedGrad.make(slot.parameter, slot)
     return slot.guarded
 
 
-def _drop(flat: Flat, changed: list[ParamSlot]) -> None:
-    """Forgets the gradients of some parameters of a flat."""
-    if not any(slot.has_grad for slot in flat.slots if slot not in changed):
-        flat.holds = flat.reduced_valid = False
-        return
-    for slot in changed:
-        for part in slot.grad_parts():
-            part.zero_()
-    # From now on an absent gradient reads as zero, so that the others can go on adding.
+def _forget(slots: list[ParamSlot]) -> None:
+    """Drops the gradients of some parameters: reduced, held, and those that are on their way."""
+    flats: dict[Flat, list[ParamSlot]] = {}
+    for slot in slots:
+        slot.has_grad = slot.used = slot.emptied = False
+        slot.handle = None
+        flats.setdefault(slot.flat, []).append(slot)
+    for flat, forgotten in flats.items():
+        if not any(slot.has_grad for slot in flat.slots):
+            flat.holds = flat.reduced_valid = False
+            continue
+        # The others go on adding, so an absent gradient has to read as zero.
+        for slot in forgotten:
+            for part in slot.grad_parts():
+                part.zero_()
 
 
-def _adopt(slot: ParamSlot) -> None:
+def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
     """The user assigned a full gradient, alike on all ranks: this rank takes its part."""
-    grad = slot.handle
-    assert grad is not None
     if isinstance(grad, guard.GuardedGrad):
         raise UsageError(f"'{slot.name}' was given the gradient of another parameter.")
     flat = slot.flat
@@ -91,10 +129,6 @@ def _adopt(slot: ParamSlot) -> None:
     part = slot.of(flat.reduced, flat.optim_at)
     if part is not None:
         own = slot.segment.relative_to(slot.spec.interval.start)
-        part.copy_(grad.detach().reshape(-1)[own])
-
-
-def full(slot: ParamSlot, part_of: Interval, buffer: torch.Tensor) -> torch.Tensor:
-    """A parameter's values in a gathered flat buffer that begins at ``part_of.start``."""
-    place = slot.spec.interval.relative_to(part_of.start)
-    return buffer[place].view(slot.spec.param.shape)
+        dense = grad.to_dense() if grad.is_sparse else grad
+        part.copy_(dense.detach().reshape(-1)[own])
+    slot.has_grad = True

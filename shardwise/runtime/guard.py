@@ -7,6 +7,7 @@ A guarded gradient is a tensor of the parameter's shape whose in-place arithmeti
 that this rank owns.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -39,11 +40,27 @@ class GradOwner(Protocol):
     def grad_parts(self) -> list[Tensor]:
         """What this rank has of the gradient, flat."""
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype that the gradient rests in."""
+
     def highest(self, flag: Tensor) -> Tensor:
         """The maximum of a value over all ranks; collective."""
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Weak on both sides: an owner holds its parameter, and would keep it here for ever."""
+
+
+def _owner_of(tensor: Tensor) -> Any:
+    owner = _owners[tensor]()
+    if owner is None:
+        raise UsageError(
+            f"A parameter of shape {tuple(tensor.shape)} rested in parts, and its sharded model is "
+            "gone: its values went with it."
+        )
+    return owner
+
 
 _PROPERTIES = (
     "shape dtype device requires_grad is_leaf grad_fn ndim layout names _version _base output_nr "
@@ -55,11 +72,13 @@ _METHODS = (
     "size numel nelement dim ndimension stride is_contiguous element_size is_floating_point "
     "is_complex is_signed get_device __len__ __hash__ register_hook "
     "register_post_accumulate_grad_hook has_names storage_offset is_inference is_same_size "
-    "is_conj is_neg __dir__ is_set_to"
+    "is_conj is_neg __dir__ is_set_to new_empty new_empty_strided new_zeros new_ones new_full "
+    "new_tensor"
 ).split()
 _FUNCTIONS = (
     "is_floating_point is_complex numel is_signed is_same_size is_inference is_conj is_neg "
-    "_has_compatible_shallow_copy_type"
+    "_has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like rand_like "
+    "randn_like randint_like"
 ).split()
 
 
@@ -100,12 +119,12 @@ class GuardedParameter(nn.Parameter):
             return special(func, *args, **kwargs)
         for parameter in _guarded_in((args, kwargs)):
             if parameter.__class__ is cls:  # an earlier access may have gathered this one, too
-                _owners[parameter].access(getattr(func, "__name__", str(func)))
+                _owner_of(parameter).access(getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
-            f"Parameter {_owners[self].name!r} of shape {tuple(self.shape)}, {self.dtype}, "
+            f"Parameter {_owner_of(self).name!r} of shape {tuple(self.shape)}, {self.dtype}, "
             f"{self.device}: not gathered"
         )
 
@@ -113,10 +132,10 @@ class GuardedParameter(nn.Parameter):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise refuse_copy(_owners[self].name)
+        raise refuse_copy(_owner_of(self).name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refuse_copy(_owners[self].name)
+        raise refuse_copy(_owner_of(self).name)
 
 
 def refuse_copy(name: str) -> UsageError:
@@ -128,7 +147,7 @@ def refuse_copy(name: str) -> UsageError:
 
 def own(parameter: nn.Parameter, owner: ParamOwner) -> None:
     """Registers who answers for a parameter while it is guarded."""
-    _owners[parameter] = owner
+    _owners[parameter] = weakref.ref(owner)
 
 
 def disown(parameter: nn.Parameter) -> None:
@@ -181,7 +200,7 @@ def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **k
     if _readable(parameter):
         return func(parameter, *args, **kwargs)
     raise UsageError(
-        f"Parameter '{_owners[parameter].name}' is sharded as {current} and cannot be moved or cast: "
+        f"Parameter '{_owner_of(parameter).name}' is sharded as {current} and cannot be moved or cast: "
         "do that before shardwise.shard, or set the plan's precision."
     )
 
@@ -189,7 +208,7 @@ def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **k
 def _readable(parameter: GuardedParameter) -> bool:
     """Whether an access succeeds now (inside forward and backward it gathers)."""
     try:
-        _owners[parameter].access("to")
+        _owner_of(parameter).access("to")
     except UsageError:
         return False
     return not isinstance(parameter, GuardedParameter)
@@ -201,7 +220,7 @@ def _copy(
     """``p.copy_(full)``: every rank takes its part; this is how load_state_dict arrives."""
     if value is not parameter:
         with torch.no_grad():
-            _owners[parameter].write(value.detach().expand(parameter.shape))
+            _owner_of(parameter).write(value.detach().expand(parameter.shape))
     return parameter
 
 
@@ -209,7 +228,7 @@ def _set_data(func: Callable[..., Any], parameter: GuardedParameter, value: Tens
     if value is not parameter:
         if value.shape != parameter.shape:
             raise UsageError(
-                f"Parameter '{_owners[parameter].name}' is sharded with shape "
+                f"Parameter '{_owner_of(parameter).name}' is sharded with shape "
                 f"{tuple(parameter.shape)} and cannot become {tuple(value.shape)}; "
                 "change shapes before shardwise.shard."
             )
@@ -221,7 +240,7 @@ def _set_requires_grad(
 ) -> GuardedParameter:
     if bool(value) != parameter.requires_grad:
         raise UsageError(
-            f"requires_grad of '{_owners[parameter].name}' cannot change while it is sharded; "
+            f"requires_grad of '{_owner_of(parameter).name}' cannot change while it is sharded; "
             "freeze or unfreeze before shardwise.shard, or shardwise.unshard(model) first."
         )
     return parameter
@@ -247,7 +266,7 @@ class GuardedGrad(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
             grad = nothing.expand(parameter.shape).as_subclass(GuardedGrad)
-        _owners[grad] = owner
+        _owners[grad] = weakref.ref(owner)
         return grad
 
     @classmethod
@@ -255,15 +274,19 @@ class GuardedGrad(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _GET_DTYPE:
+            # That of the accumulator, which may be wider than the parameter's: GradScaler refuses
+            # to unscale in float16, and here it does not have to.
+            return _owner_of(args[0]).grad_dtype
         if func in _METADATA or func in _GRAD_HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _GRAD_ELEMENTWISE:
+        if func in _GRAD_ELEMENTWISE and _all_numbers((args[1:], kwargs)):
             return _on_parts(func, args, kwargs)
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         name = next(
-            _owners[g].name
+            _owner_of(g).name
             for g in torch.utils._pytree.tree_leaves((args, kwargs))
             if isinstance(g, GuardedGrad)
         )
@@ -274,12 +297,13 @@ class GuardedGrad(torch.Tensor):
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Gradient of {_owners[self].name!r}, shape {tuple(self.shape)}: not gathered"
+        return f"Gradient of {_owner_of(self).name!r}, shape {tuple(self.shape)}: not gathered"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise refuse_copy(f"gradient of {_owners[self].name}")
+        raise refuse_copy(f"gradient of {_owner_of(self).name}")
 
 
+_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _GRAD_HARMLESS = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _GRAD_ELEMENTWISE = {
     getattr(torch.Tensor, name) for name in "mul_ div_ zero_ clamp_ nan_to_num_ neg_".split()
@@ -288,6 +312,14 @@ _GRAD_ELEMENTWISE = {
     for name in "_foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_clamp_min_ _foreach_clamp_max_ "
     "_foreach_neg_".split()
 }
+
+
+def _all_numbers(operands: Any) -> bool:
+    """Whether the other operands mean the same for every part of a gradient."""
+    return not any(
+        isinstance(x, torch.Tensor) and x.dim() > 0
+        for x in torch.utils._pytree.tree_leaves(operands)
+    ) and not any(isinstance(x, (list, tuple)) for x in operands[0])
 
 
 def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -309,7 +341,7 @@ def _parts(grads: Sequence[Tensor]) -> list[Tensor]:
     """The memory behind gradients: what this rank has of the guarded ones, the others whole."""
     found: list[Tensor] = []
     for grad in grads:
-        found += _owners[grad].grad_parts() if isinstance(grad, GuardedGrad) else [grad]
+        found += _owner_of(grad).grad_parts() if isinstance(grad, GuardedGrad) else [grad]
     return found
 
 
@@ -318,5 +350,5 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
     parts = _parts(grads)
     if parts:
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
-    owner = next(_owners[g] for g in grads if isinstance(g, GuardedGrad))
-    found_inf.copy_(owner.highest(found_inf))
+    owner = next(_owner_of(g) for g in grads if isinstance(g, GuardedGrad))
+    found_inf.copy_(owner.highest(found_inf).view(found_inf.shape))

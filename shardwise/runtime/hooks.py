@@ -1,13 +1,15 @@
 """Moments of modules and autograd, turned into the runtime's verbs, and nothing else."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.runtime import grads, guard
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
@@ -20,30 +22,53 @@ class Call:
         self._runtime, self._unit = runtime, unit
         self.leaves_by_inputs = False
         """Whether gradients leave through its inputs, which then says that it is over."""
+        self._missing = 0
+        self._inputs: dict[int, object] = {}
+        """While the forward runs: the autograd nodes of its inputs, by the tensors' ids."""
+        self._handles: list[RemovableHandle] = []
 
     def watch_inputs(self, inputs: object) -> None:
-        for tensor in tensors_in(inputs):
-            if tensor.requires_grad:
-                handle = tensor.register_hook(self._inputs_reached)
-                self.leaves_by_inputs = True
-                if tensor.is_leaf:  # lives on after this graph: leave no hooks behind
-                    self._remove_after(handle)
+        """The call is over when autograd comes to an input that it computed before the call.
+
+        It comes to leaves (a parameter of another unit, a recomputed call's inputs) as soon as
+        their own gradient is complete, so that all of them must be reached.
+        """
+        watched = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        computed = [tensor for tensor in watched.values() if not tensor.is_leaf]
+        self.leaves_by_inputs = bool(watched)
+        self._missing = 1 if computed else len(watched)
+        self._inputs = {key: tensor.grad_fn for key, tensor in watched.items()}
+        for tensor in computed or watched.values():
+            handle = tensor.register_hook(self._input_reached)
+            if tensor.is_leaf:  # lives on after this graph: leave no hooks behind
+                self._handles.append(handle)
 
     def watch_outputs(self, outputs: object) -> None:
+        """The call's backward begins at its outputs, but for inputs that it only passed through.
+
+        T5 hands one position bias from block to block: its gradient comes after all of them.
+        """
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            node = tensor.grad_fn if tensor.requires_grad else None
+            if node is not None and self._inputs.get(id(tensor)) is not node:
                 tensor.register_hook(self._outputs_reached)
+        self._inputs.clear()
 
     def _outputs_reached(self, grad: torch.Tensor) -> None:
         self._runtime.before_backward(self._unit, self)
 
-    def _inputs_reached(self, grad: torch.Tensor) -> None:
+    def _input_reached(self, grad: torch.Tensor) -> None:
+        self._missing -= 1
+        if self._missing > 0:
+            return
+        if self._handles:  # leaves: gradients of the unit may be still to come, but no more uses
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self.leaves_by_inputs = False
+            if not self._runtime.has_all_grads(self._unit):
+                return
         self._runtime.after_backward(self._unit, self)
-        for handle in self.__dict__.pop("handles", ()):
-            handle.remove()
-
-    def _remove_after(self, handle: RemovableHandle) -> None:
-        self.__dict__.setdefault("handles", []).append(handle)
 
 
 def install(runtime: Runtime) -> None:
@@ -53,14 +78,19 @@ def install(runtime: Runtime) -> None:
         for slot in unit.slots:
             if slot.spec.param.requires_grad:
                 _install_slot(runtime, slot)
+        if unit.travels:
+            _disable_autocast_cache(runtime, unit.module)
     for module in _lone_modules(runtime):
         _install_lone(runtime, module)
+        _disable_autocast_cache(runtime, module)
 
 
 def _install_unit(runtime: Runtime, unit: Unit) -> None:
-    calls: list[Call] = []
+    calls: list[Call | None] = []
+    """One for every forward of the module that runs; None where there will be no backward."""
 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        calls.append(None)
         runtime.before_forward(unit)
         if unit.encloses:
             args, kwargs = _cast_inputs(runtime, (args, kwargs))
@@ -68,26 +98,39 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
             call = Call(runtime, unit)
             if not unit.external:
                 call.watch_inputs((args, kwargs))
-            calls.append(call)
+            calls[-1] = call
         return (args, kwargs) if unit.encloses else None
 
     def post(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and calls:
-            calls.pop().watch_outputs(output)
+        if not calls:
+            return  # an earlier hook of somebody else raised before ours ran
+        if (call := calls.pop()) is not None:
+            call.watch_outputs(output)
         runtime.after_forward(unit)
 
     _hook_forward(runtime, unit.module, pre, post)
 
 
 def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
+    # Weakly: Python's collector cannot follow a cycle through autograd's nodes.
+    watched = weakref.ref(slot)
+
     def before(grad: torch.Tensor) -> None:
-        runtime.begin_backward()
+        if (slot := watched()) is not None:
+            slot.runtime.begin_backward()
+            grads.make_room(slot)
 
-    def after(parameter: torch.Tensor) -> None:
-        runtime.backward.arrive(slot)
+    def after(*_: object) -> None:
+        if (slot := watched()) is not None:
+            slot.runtime.backward.arrive(slot)
 
+    # On the node that accumulates rather than on the parameter: there it comes after all hooks
+    # of the user, whenever they were registered, so that those see the local gradient.
+    with torch._C.DisableTorchFunctionSubclass():
+        accumulate = torch.autograd.graph.get_gradient_edge(slot.parameter).node
+    slot.accumulate = accumulate  # its hooks live as long as somebody holds it
+    runtime.removers.append(accumulate.register_hook(after).remove)
     runtime.removers.append(slot.parameter.register_hook(before).remove)
-    runtime.removers.append(slot.parameter.register_post_accumulate_grad_hook(after).remove)
 
 
 def _install_lone(runtime: Runtime, module: nn.Module) -> None:
@@ -102,16 +145,50 @@ def _install_lone(runtime: Runtime, module: nn.Module) -> None:
     _hook_forward(runtime, module, pre, post)
 
 
+def _disable_autocast_cache(runtime: Runtime, module: nn.Module) -> None:
+    """Autocast would hold on to a copy of all weights that it casts: in parts is how they rest.
+
+    On every unit and not on the model only, because a forward may enter autocast itself.
+    """
+    before: list[bool] = []
+
+    def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+
+    def post(module: nn.Module, args: Any, output: Any) -> None:
+        if before:
+            torch.set_autocast_cache_enabled(before.pop())
+
+    _hook_forward(runtime, module, pre, post)
+
+
 def _hook_forward(
     runtime: Runtime, module: nn.Module, pre: Callable[..., Any], post: Callable[..., Any]
 ) -> None:
-    disable = torch.compiler.disable
+    name = type(module).__name__
     handles = (
-        module.register_forward_pre_hook(disable(pre), with_kwargs=True),
+        module.register_forward_pre_hook(_Hook(pre, name), with_kwargs=True),
         # Also after an exception: a pass that failed must not look as if it were still running.
-        module.register_forward_hook(disable(post), always_call=True),
+        module.register_forward_hook(_Hook(post, name), always_call=True),
     )
     runtime.removers += [handle.remove for handle in handles]
+
+
+class _Hook:
+    """A hook that cannot be copied, so that neither can its module: a copy would gather, reduce
+    and count for the original."""
+
+    def __init__(self, function: Callable[..., Any], module: str) -> None:
+        self._function, self._module = torch.compiler.disable(function), module
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise guard.refuse_copy(self._module)
+
+    __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
 
 
 def _lone_modules(runtime: Runtime) -> list[nn.Module]:
@@ -141,21 +218,37 @@ def _cast_inputs(runtime: Runtime, inputs: Any) -> Any:
     return torch.utils._pytree.tree_map(cast, inputs)
 
 
-def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """All tensors in nested containers, dataclasses and plain objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), depth - 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        for item in vars(value).values():
-            yield from tensors_in(item, depth - 1)
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif depth < _MAX_DEPTH and not isinstance(item, _OPAQUE) and id(item) not in seen:
+            seen.add(id(item))
+            pending += [(inner, depth + 1) for inner in _items(item)]
+    return found
+
+
+_MAX_DEPTH = 6
+_OPAQUE = (type(None), str, bytes, int, float, type, nn.Module, FunctionType)
+"""What no result of a forward hides in."""
+
+
+def _items(value: object) -> list[object]:
+    """What a container contains, or the attributes of any other object."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    found = [getattr(value, name) for name in slots if hasattr(value, name)]
+    return found + list(getattr(value, "__dict__", {}).values())
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -139,6 +139,12 @@ def _map_tiles(tiles: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * size).from_address(base)
 
 
+def trim_heap() -> None:
+    """Returns what malloc holds back to the system, where the C library can (glibc)."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def peak_rss_bytes() -> int:
     """The largest resident size that this process has had."""
     import resource

@@ -4,21 +4,30 @@ The optimizer keeps its class, its groups and its hyper-parameters, and its grou
 the model's parameters. Only while ``step`` runs are they replaced by this rank's parts of the
 master weights; between steps the state of a parameter is the state of its part. Because that is
 done by torch's own step hooks, schedulers and wrappers built before or after keep working.
+
+An optimizer that was built after ``shard`` is taken over when it first steps.
 """
 
+import functools
 import hashlib
+import inspect
+import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Kind, Op, Phase, Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.flat import ParamSlot
+from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.runtime import Runtime
 
 _ELEMENTWISE = "SGD Adam AdamW NAdam RAdam RMSprop Rprop Adagrad Adadelta Adamax ASGD".split()
@@ -30,25 +39,53 @@ _REFUSED = {
 }
 _NOTE = "shardwise"
 
+State = dict[str, Any]
+
 
 def check_elementwise(optimizer: Optimizer, assume: bool) -> None:
     """Refuses optimizers whose update of an element depends on other elements."""
-    for base in type(optimizer).__mro__:
+    kind = type(optimizer)
+    for base in kind.__mro__:
         if reason := _REFUSED.get(base.__name__):
             raise UsageError(
-                f"{type(optimizer).__name__} cannot run on parts of parameters: {reason}; use an "
+                f"{kind.__name__} cannot run on parts of parameters: {reason}; use an "
                 f"element-wise optimizer ({', '.join(_ELEMENTWISE)})."
             )
-        if base.__name__ in _ELEMENTWISE and base.__module__.startswith("torch.optim"):
-            break
-    else:
-        if not assume:
-            raise UsageError(
-                f"shardwise does not know whether {type(optimizer).__name__} updates every element "
-                "on its own; if it does, pass elementwise=True to shardwise.shard."
-            )
+    if not assume and not _is_known(kind):
+        raise UsageError(
+            f"shardwise does not know whether {kind.__name__} updates every element on its own; "
+            "if it does, pass elementwise=True to shardwise.shard."
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UsageError("A differentiable optimizer cannot be sharded; build it without that.")
+
+
+def _is_known(kind: type[Optimizer]) -> bool:
+    """Whether its step is that of one of torch's element-wise classes."""
+    for base in kind.__mro__:
+        if base.__name__ in _ELEMENTWISE and base.__module__.startswith("torch.optim"):
+            # torch wraps the step of every class that is instantiated: compare what is inside.
+            return inspect.unwrap(kind.step) is inspect.unwrap(base.step)
+    return False
+
+
+def watch(runtime: Runtime, assume_elementwise: bool) -> None:
+    """Optimizers of this model's parameters that nobody passed to shard are taken over, too."""
+    watched = weakref.ref(runtime)
+
+    def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        runtime = watched()
+        if runtime is None or optimizer in runtime.optimizers:
+            return
+        parameters = {slot.parameter for slot in runtime.slots}
+        if any(p in parameters for group in optimizer.param_groups for p in group["params"]):
+            check_elementwise(optimizer, assume_elementwise)
+            # Its own hooks come after the global ones, so they run in this very step already.
+            OptimizerTakeover(runtime, optimizer)
+
+    remove = register_optimizer_step_pre_hook(before_any_step).remove
+    runtime.removers.append(remove)
+    weakref.finalize(runtime, remove)
 
 
 class OptimizerTakeover:
@@ -57,40 +94,62 @@ class OptimizerTakeover:
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._slots = {slot.parameter: slot for slot in runtime.slots}
-        self._parts: dict[ParamSlot, nn.Parameter] = {}
-        self._swapped: list[tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]] = []
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        """What stands in for each trained parameter during a step; empty if this rank has none."""
+        self._swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """During a step: the groups, each with the options that were changed."""
+        self._depth = 0
+        self._stepped = False
+        """How many steps run inside each other: a subclass may call its base's, hooks and all."""
+        self._loading: dict[nn.Parameter, State | None] = {}
         self._check_groups(optimizer.param_groups)
         for unit in runtime.units:
             for flat in unit.trained:
                 if flat.master is None:
                     flat.make_master()
         for slot in runtime.trained_slots:
-            if (part := slot.master_part()) is not None:
-                self._parts[slot] = nn.Parameter(part)
-        self._cut_state()
+            self._parts[slot.parameter] = nn.Parameter(_part_of(slot))
+        for parameter, state in self._cut_all(optimizer.state).items():
+            self._set_state(parameter, state)
         self._install()
+        runtime.optimizers.add(optimizer)
 
     # --- step ---------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._depth:
+            self._depth += 1
+            return None
         args, kwargs = _run_closure(args, kwargs)
         runtime = self._runtime
         runtime.require_idle("optimizer.step()")
+        if runtime.opened:
+            raise UsageError("optimizer.step() cannot run inside shardwise.full_params.")
+        grads.read(runtime)
         if runtime.accumulated:
             raise UsageError(
                 "optimizer.step() after a backward under no_sync: run the last micro-batch of a "
                 "step outside shardwise.no_sync, so that gradients are reduced."
             )
-        if runtime.opened:
-            raise UsageError("optimizer.step() cannot run inside shardwise.full_params.")
         self._check_groups(optimizer.param_groups)
         runtime.release_all()
-        grads.read(runtime.trained_slots)
         self._swap_in()
+        self._depth = 1
         return args, kwargs
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._depth = 0
         self._swap_out()
+        if not self._stepped:
+            # The states that the optimizer has just made lie between holes of the first backward;
+            # what the next passes do not reuse would count as memory for ever.
+            self._stepped = True
+            trim_heap()
         runtime = self._runtime
         for unit in runtime.units:
             if unit.trained:
@@ -102,54 +161,47 @@ class OptimizerTakeover:
     def _swap_in(self) -> None:
         """Groups list parts, and states belong to parts."""
         optimizer = self._optimizer
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for parameter, value in optimizer.state.items():
-            slot = self._slots.get(parameter) if isinstance(parameter, nn.Parameter) else None
-            part = self._parts.get(slot) if slot is not None else None
-            state[parameter if slot is None else part] = value
-        state.pop(None, None)
         for group in optimizer.param_groups:
-            parts: list[torch.Tensor] = []
-            for parameter in group["params"]:
-                slot = self._slots.get(parameter)
-                if slot is None:
-                    parts.append(parameter)
-                elif (part := self._parts.get(slot)) is not None:
-                    part.grad = slot.grad_part() if slot.has_grad else None
-                    parts.append(part)
-            changed = _fused_options(optimizer, group, parts)
-            self._swapped.append((group, group["params"], {k: group[k] for k in changed}))
-            group.update(changed)
-            group["params"] = parts
-        optimizer.state = state
+            parts = [self._parts.get(parameter, parameter) for parameter in group["params"]]
+            for parameter, part in zip(group["params"], parts, strict=True):
+                if part is not parameter:
+                    part.grad = _grad_of(self._slots[parameter], part)
+            states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
+            changed = _fused_options(group, parts, states)
+            self._swapped.append((group, {key: group[key] for key in changed}))
+            group.update(changed, params=parts)
+        self._rename_states(self._parts)
 
     def _swap_out(self) -> None:
-        optimizer = self._optimizer
-        for group, parameters, options in self._swapped:
-            group["params"] = parameters
-            group.update(options)
+        owners = {part: parameter for parameter, part in self._parts.items()}
+        for group, options in self._swapped:
+            # One by one, so that several sharded models can share an optimizer.
+            group.update(options, params=[owners.get(part, part) for part in group["params"]])
         self._swapped.clear()
-        owners = {part: slot.parameter for slot, part in self._parts.items()}
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in optimizer.state.items():
-            state[owners.get(key, key)] = value
-        for part in self._parts.values():
+        for part in owners:
             part.grad = None
-        optimizer.state = state
+        self._rename_states(owners)
+
+    def _rename_states(self, names: dict[nn.Parameter, nn.Parameter]) -> None:
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for key, value in self._optimizer.state.items():
+            state[names.get(key, key)] = value
+        self._optimizer.state = state
 
     # --- state --------------------------------------------------------------------------------
 
-    def _cut_state(self) -> None:
-        """States that exist already (Adagrad's, or of earlier steps) become states of parts."""
-        for parameter, state in list(self._optimizer.state.items()):
-            if slot := self._slots.get(parameter):
-                if slot in self._parts:
-                    self._optimizer.state[parameter] = self._cut(slot, state)
-                else:
-                    del self._optimizer.state[parameter]
+    def _cut_all(self, states: Any) -> dict[nn.Parameter, State | None]:
+        """This rank's share of the states of this model's parameters; None where it has none."""
+        found: dict[nn.Parameter, State | None] = {}
+        for parameter, state in states.items():
+            if (slot := self._slots.get(parameter)) is not None:
+                part = self._parts.get(parameter)
+                has_any = part is not None and part.numel()
+                found[parameter] = self._cut(slot, part, state) if has_any else None
+        return found
 
-    def _cut(self, slot: ParamSlot, state: dict[str, Any]) -> dict[str, Any]:
-        part = self._parts[slot]
+    def _cut(self, slot: ParamSlot, part: nn.Parameter, state: State) -> State:
+        """The state of a part, out of the whole parameter's or of the same part's."""
         shape = slot.spec.param.shape
         own = slot.segment.relative_to(slot.spec.interval.start)
 
@@ -159,20 +211,29 @@ class OptimizerTakeover:
             if value.is_meta:
                 raise UsageError(
                     f"The optimizer made its state '{key}' before the deferred model had memory; "
-                    "build this optimizer after shardwise.shard and shard again with it, or build "
+                    "build it after shardwise.shard, inside shardwise.full_params(model), or build "
                     "the model without deferred_init."
                 )
-            dtype = part.dtype if value.is_floating_point() and value.dim() else value.dtype
-            if tuple(value.shape) == shape and value.dim():
-                return value.detach().reshape(-1)[own].to(dtype).clone()
-            if value.dim() == 0 or value.numel() == part.numel():
-                return value.detach().clone()
+            value = value.detach()
+            if tuple(value.shape) == shape:
+                # As torch does on loading: states have their parameter's dtype, except "step".
+                like_part = value.is_floating_point() and key != "step"
+                dtype = part.dtype if like_part else value.dtype
+                return value.reshape(-1)[own].reshape(part.shape).to(dtype, copy=True)
+            if value.dim() == 0 or value.shape == part.shape:
+                return value.clone()
             raise UsageError(
                 f"State '{key}' of '{slot.name}' has shape {tuple(value.shape)}, which is neither "
                 f"the parameter's {shape} nor this rank's part ({part.numel()} elements)."
             )
 
         return {key: cut(key, value) for key, value in state.items()}
+
+    def _set_state(self, parameter: nn.Parameter, state: State | None) -> None:
+        if state is None:
+            self._optimizer.state.pop(parameter, None)
+        else:
+            self._optimizer.state[parameter] = state
 
     def _layout_digest(self) -> str:
         text = "|".join(
@@ -184,25 +245,30 @@ class OptimizerTakeover:
         state_dict[_NOTE] = {"layout": self._layout_digest(), "rank": self._runtime.grid.place.rank}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Cuts before anything is replaced, so that a refused state leaves the optimizer as it was.
+
+        Also because torch then casts states to the parameter's dtype, which may be narrower.
+        """
         note = state_dict.get(_NOTE)
         if note is not None and note["layout"] != self._layout_digest():
             raise UsageError(
                 f"This optimizer state was taken on rank {note['rank']} under another layout; "
                 "states of parts load only under the plan and on the rank they come from."
             )
-        # Kept aside: torch casts states to the parameter's dtype, which may be narrower.
-        self._loading = state_dict["state"]
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        ours = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = dict(zip(saved, ours, strict=False))  # torch itself checks the numbers
+        states = state_dict["state"]
+        self._loading = self._cut_all({p: states[i] for i, p in parameters.items() if i in states})
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, state in self._loading.items():
-            slot = self._slots.get(parameters[index])
-            if slot is not None:
-                if slot in self._parts:
-                    optimizer.state[parameters[index]] = self._cut(slot, state)
-                else:
-                    optimizer.state.pop(parameters[index], None)
+        for parameter, state in self._loading.items():
+            self._set_state(parameter, state)
         self._loading = {}
+
+    def _drop_states(self) -> None:
+        for parameter in self._parts:
+            self._set_state(parameter, None)
 
     # --- installation -------------------------------------------------------------------------
 
@@ -226,21 +292,71 @@ class OptimizerTakeover:
             optimizer.register_load_state_dict_post_hook(self._after_load),
         )
         removers += [handle.remove for handle in handles]
-        add_group = optimizer.add_param_group
+        removers.append(self._drop_states)  # states of parts mean nothing to plain parameters
+        self._wrap("step", self._guarded_step(optimizer.step))
+        self._wrap("add_param_group", self._checked_add(optimizer.add_param_group))
 
-        def add_param_group(group: dict[str, Any]) -> None:
-            params = group["params"]
-            for parameter in [params] if isinstance(params, torch.Tensor) else list(params):
+    def _guarded_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)  # schedulers leave marks on it
+        def guarded(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                if self._depth:
+                    # step raised, and torch runs no post hook then. Ranks that did not raise
+                    # refresh now, so this one does, too.
+                    self._end_step()
+
+        return guarded
+
+    def _checked_add(self, add: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+        @functools.wraps(add)
+        def checked(_: Optimizer, param_group: dict[str, Any]) -> None:
+            params = param_group["params"]
+            if not isinstance(params, torch.Tensor):
+                params = list(params)  # may be a generator
+            for item in [params] if isinstance(params, torch.Tensor) else params:
+                parameter = item[1] if isinstance(item, tuple) else item
                 slot = self._slots.get(parameter)
                 if slot is not None and not slot.spec.param.requires_grad:
                     raise UsageError(
                         f"'{slot.name}' was frozen when the model was sharded and has no gradient "
                         "memory; shardwise.unshard(model), unfreeze it and shard again."
                     )
-            add_group(group)
+            add({**param_group, "params": params})
 
-        optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-        removers.append(lambda: optimizer.__dict__.pop("add_param_group", None))
+        return checked
+
+    def _wrap(self, name: str, function: Callable[..., Any]) -> None:
+        """Shadows a method on this one object; undone unless somebody wrapped it once more."""
+        attributes = self._optimizer.__dict__
+        before = attributes.get(name)
+        # A bound method: schedulers that wrap step look for its function.
+        method = attributes[name] = types.MethodType(function, self._optimizer)
+
+        def restore() -> None:
+            if attributes.get(name) is method:
+                del attributes[name]
+                if before is not None:
+                    attributes[name] = before
+
+        self._runtime.removers.append(restore)
+
+
+def _part_of(slot: ParamSlot) -> torch.Tensor:
+    """This rank's elements of a parameter's master: flat, but a scalar stays one.
+
+    Otherwise nobody could tell a scalar parameter's element-wise states from numbers like "step".
+    """
+    part = slot.master_part()
+    if part is None:
+        return torch.empty(0, dtype=slot.flat.dtypes.master, device=slot.parameter.device)
+    return part.view(()) if slot.spec.param.shape == () else part
+
+
+def _grad_of(slot: ParamSlot, part: nn.Parameter) -> torch.Tensor | None:
+    grad = slot.grad_part() if slot.has_grad else None
+    return None if grad is None else grad.view(part.shape)
 
 
 def _run_closure(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -259,7 +375,7 @@ def _run_closure(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _fused_options(
-    optimizer: Optimizer, group: dict[str, Any], parts: list[torch.Tensor]
+    group: dict[str, Any], parts: list[torch.Tensor], states: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """torch's fused kernel where it has one and the user did not choose."""
     chosen = group.get("foreach") is not None or group.get("fused") is not None
@@ -268,4 +384,7 @@ def _fused_options(
     same_kind = len({(p.device.type, p.is_floating_point()) for p in parts}) <= 1
     if not (same_kind and all(p.is_floating_point() for p in parts)):
         return {}
+    moving = [state for part, state in zip(parts, states, strict=True) if part.grad is not None]
+    if len({state.get("momentum_buffer") is None for state in moving}) > 1:
+        return {}  # fused SGD cannot begin some momentum buffers while it continues others
     return {"fused": True}

@@ -51,9 +51,14 @@ class Walk:
         self.recording.clear()
         return self._issue(self.prefetch)
 
-    def finish_recording(self) -> None:
+    def finish_recording(self, unseen: list[int]) -> None:
+        """The recorded uses become the order; ``unseen`` units follow their neighbours in it."""
         self.order = list(self.recording)
         self.recording.clear()
+        descends = len(unseen) > 1 and unseen[0] > unseen[-1]
+        for unit in unseen:
+            after = (i for i, u in enumerate(self.order) if (u < unit if descends else u > unit))
+            self.order.insert(next(after, len(self.order)), unit)
         near = max(self.prefetch, 1)
         last_seen: dict[int, int] = {}
         self._gathers = [True] * len(self.order)
@@ -80,30 +85,39 @@ class Walk:
         except ValueError:
             if unit in self._held:
                 self._held.remove(unit)
-                return Use([], [], Hold(last=True))
+                return Use([], [], [], Hold(last=True))
             self.extra += 1
-            return Use(None, [], Hold(last=True))
+            return Use(None, [], [], Hold(last=True))
         passed = [self.order[i] for i in range(self._used, position) if self._releases[i]]
+        skipped = [u for u in passed if u not in self.order[position:]]
         self.skipped += len(passed)
         self._held += passed
         given_up = self._held[:-_MAX_SKIPPED_HELD] if len(self._held) > _MAX_SKIPPED_HELD else []
         del self._held[: len(given_up)]
         self._used = position + 1
-        return Use(
-            self._issue(position + 1 + self.prefetch), given_up, Hold(self._releases[position])
-        )
+        gathers = self._issue(position + 1)
+        return Use(gathers, given_up, skipped, Hold(self._releases[position]))
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the pass has used only one unit yet."""
+        return self._used <= 1
+
+    def ahead(self) -> list[int]:
+        """The gathers to begin before their use; asked for when memory has just become free."""
+        return self._issue(self._used + self.prefetch)
 
     def end(self) -> "Use":
         """Ends the pass: the gathers that this rank still owes, and the claims it still holds."""
         if self.order is None:
-            return Use([], [], Hold(last=True))
+            return Use([], [], [], Hold(last=True))
         owed = self._issue(len(self.order))
         rest = [self.order[i] for i in range(self._used, len(self.order)) if self._releases[i]]
         self.skipped += len(rest)
         given_up = self._held + rest
         self._held = []
         self._used = len(self.order)
-        return Use(owed, given_up, Hold(last=True))
+        return Use(owed, given_up, [], Hold(last=True))
 
     def _issue(self, until: int) -> list[int]:
         if self.order is None:
@@ -114,8 +128,12 @@ class Walk:
 
 @dataclass(frozen=True)
 class Use:
-    """What a use asks for: gathers in order (None: agree on one), claims to give up, the claim."""
+    """What a use asks for."""
 
     gathers: list[int] | None
+    """Units to gather, in this order; None: all ranks must agree on this one."""
     given_up: list[int]
+    """Units that were gathered for other ranks and are not held any longer."""
+    skipped: list[int]
+    """Units that this rank passed by and that do not come again in the order."""
     hold: Hold

@@ -7,9 +7,11 @@ then gradients in ``backward.py`` and the update in ``optim.py``.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import SyncError, UsageError
@@ -18,9 +20,12 @@ from shardwise.plan.schedule import Kind, Op, Phase, Trigger
 from shardwise.runtime.flat import ParamSlot, Pools
 from shardwise.runtime.order import Hold, Walk
 from shardwise.runtime.unit import State, Unit
+from shardwise.runtime.watch import Watch
 
 _END = -1
-"""What a rank proposes when it has no more units to use in a recorded pass."""
+"""What a rank proposes when it has nothing more to do in a recorded pass."""
+_REDUCES = 1 << 32
+"""Added to a unit's index when a rank proposes to reduce it, rather than to gather it."""
 
 
 @dataclass
@@ -55,6 +60,8 @@ class Runtime:
     opened: int = 0
     """How many full_params contexts are open."""
     removers: list[Callable[[], None]] = field(default_factory=list)
+    optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    """Those that were taken over."""
 
     def __post_init__(self) -> None:
         from shardwise.runtime.backward import Backward
@@ -64,9 +71,12 @@ class Runtime:
         self.forward_depth = 0
         self._lone_depth = 0
         self.trained_slots = [s for s in self.slots if s.spec.param.requires_grad]
+        self.watch = Watch(self)
         self._walks: dict[str, Walk] = {}
         self._walk: Walk | None = None
         self._backward_walk: Walk | None = None
+        self._diverged = False
+        """Whether ranks were seen to use units differently; known to all of them."""
 
     def __deepcopy__(self, memo: object) -> None:
         from shardwise.runtime.guard import refuse_copy
@@ -106,7 +116,7 @@ class Runtime:
     def before_forward(self, unit: Unit) -> None:
         """A module's forward begins: its unit's values are needed."""
         if in_autograd():
-            self.begin_backward()  # activation checkpointing recomputes in backward
+            self.begin_backward(recomputes=True)  # activation checkpointing
         else:
             if unit.encloses and self.forward_depth == 0:
                 self._begin_forward()
@@ -128,6 +138,8 @@ class Runtime:
     def before_backward(self, unit: Unit, call: object) -> None:
         """A gradient reached the output of one forward call of the unit."""
         self.begin_backward()
+        if not unit.in_backward:
+            unit.arrived.clear()
         unit.in_backward.add(call)
         self._use(unit)
 
@@ -138,6 +150,18 @@ class Runtime:
         if not kept or self.backward.took(unit):
             self._give_back_in_backward(unit)
 
+    def grad_arrived(self, slot: ParamSlot) -> None:
+        """A parameter got its gradient: with the last one, calls that no input can end are over."""
+        unit = slot.unit
+        unit.arrived.add(slot)
+        if self.has_all_grads(unit):
+            for call in [c for c in unit.in_backward if not getattr(c, "leaves_by_inputs", False)]:
+                self.after_backward(unit, call)
+
+    def has_all_grads(self, unit: Unit) -> bool:
+        """Whether all trained parameters got a gradient in the current calls' backward."""
+        return len(unit.arrived) == sum(len(flat.slots) for flat in unit.trained)
+
     def grads_taken(self, unit: Unit) -> None:
         """All gradients of a unit have arrived: calls that no input can end are over."""
         unit.in_backward = {c for c in unit.in_backward if getattr(c, "leaves_by_inputs", False)}
@@ -146,6 +170,10 @@ class Runtime:
     def _give_back_in_backward(self, unit: Unit) -> None:
         if not unit.external and not self.backward.creates_graph:
             self._give_back(unit)
+        # Not earlier: the gradient that ends one unit's backward begins the next one's first,
+        # and for that moment both are gathered.
+        if self._backward_walk is not None:
+            self._gather_ahead(self._backward_walk)
 
     # --- passes -------------------------------------------------------------------------------
 
@@ -164,6 +192,7 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         self.recover()
+        self.watch.look()
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         self._walk = self._begin_walk(kind)
 
@@ -174,16 +203,20 @@ class Runtime:
         if self.phase() is Phase.EVAL or not torch.is_grad_enabled():
             self._release_external()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, recomputes: bool = False) -> None:
         """Idempotent: the first sign of a backward starts it."""
-        if self.backward.begin():
+        # A recomputed forward has gradients enabled, whether backward makes a graph or not.
+        if self.backward.begin(torch.is_grad_enabled() and not recomputes):
             self._backward_walk = self._begin_walk("backward")
 
+    def end_uses(self) -> None:
+        """The first part of a backward's end: this rank uses no more units."""
+        walk, self._backward_walk = self._backward_walk, None
+        if walk is not None:
+            self._end_walk(walk)
+
     def end_backward(self) -> None:
-        """Called by ``backward.finish`` once all gradients have arrived."""
-        if self._backward_walk is not None:
-            self._end_walk(self._backward_walk)
-            self._backward_walk = None
+        """The last part of a backward's end: all gradients have been reduced."""
         if self.backward.creates_graph:
             return  # a second backward will need the values: the next one frees them
         for unit in self.units:
@@ -206,7 +239,7 @@ class Runtime:
         if walk.order is None:
             while self._agree(walk, _END):
                 pass
-            walk.finish_recording()
+            walk.finish_recording(self._unseen(walk) if self._diverged else [])
             return
         use = walk.end()
         for index in use.gathers or []:
@@ -216,6 +249,18 @@ class Runtime:
         self.counters.skipped_gathers += walk.skipped
         if walk.extra:
             walk.stale = True  # the same on all ranks: every extra use was agreed on
+
+    def _unseen(self, walk: Walk) -> list[int]:
+        """Units that no rank used in a recorded pass, but any of them may use in the next one."""
+        units = [
+            unit.index
+            for unit in self.units
+            if unit.travels and not unit.external and unit.index not in walk.recording
+        ]
+        if walk is not self._walks.get("backward"):
+            return units
+        # What is kept in full comes to backward without a walk.
+        return [index for index in reversed(units) if self.units[index].rungs.keep > 0]
 
     def recover(self) -> None:
         """Brings an unfinished pass (an exception in forward or backward) to its regular end.
@@ -254,9 +299,13 @@ class Runtime:
                 self._give_up(self.units[index])
             for index in use.gathers or []:
                 self._issue(index)
+            if in_autograd():
+                self.backward.skip([self.units[index] for index in use.skipped])
             unit.hold = use.hold
             if use.gathers is None and unit.state is State.RESTING:
                 self._agree_extra(unit)
+            if not in_autograd() or walk.is_fresh:
+                self._gather_ahead(walk)
         elif walk is not None:
             unit.hold = Hold(last=True)
             while unit.leases == 0:
@@ -268,6 +317,10 @@ class Runtime:
             else:
                 unit.leases += 1
         unit.settle()
+
+    def _gather_ahead(self, walk: Walk) -> None:
+        for index in walk.ahead():
+            self._issue(index)
 
     def _use_external(self, unit: Unit) -> None:
         # Gathered when the pass began, unless its module is called outside the model's forward.
@@ -345,24 +398,37 @@ class Runtime:
     # --- agreement ----------------------------------------------------------------------------
 
     def _agree(self, walk: Walk, proposal: int) -> bool:
-        """While recording: every rank proposes the unit it needs next; all of them are gathered.
-
-        Returns whether any rank still proposed a unit.
-        """
+        """While recording: proposes the unit that this rank needs next."""
         what = (
-            "end of a recorded pass"
+            "the end of a recorded pass"
             if proposal == _END
             else f"first use of unit '{self.units[proposal].name}'"
         )
+        return self._propose(walk, proposal, what)
+
+    def agree_on_reduction(self, unit: Unit | None) -> bool:
+        """While recording: proposes the unit whose gradients are complete; None for the end."""
+        proposal = _END if unit is None else _REDUCES + unit.index
+        what = "end of the first backward" if unit is None else f"reduction of unit '{unit.name}'"
+        return self._propose(self._backward_walk, proposal, what)
+
+    def _propose(self, walk: Walk | None, proposal: int, what: str) -> bool:
+        """Every rank proposes what it needs next; all of it is done, on all ranks, in one order.
+
+        Returns whether any rank still proposed something.
+        """
         proposals = self._exchange(proposal, what)
+        self._diverged |= len(set(proposals)) > 1
         wanted = sorted({p for p in proposals if p != _END})
         for index in wanted:
-            unit = self.units[index]
-            walk.recording.append(index)
+            if index >= _REDUCES:
+                self.backward.reduce_agreed(self.units[index - _REDUCES])
+                continue
+            if walk is not None:
+                walk.recording.append(index)
             self._issue(index)
             if index != proposal:
-                # For others only. Held, in case this rank's turn comes next; see _give_up.
-                self._give_up(unit)
+                self._give_up(self.units[index])  # for others only; proposed anew if needed here
         return bool(wanted)
 
     def _agree_extra(self, unit: Unit) -> None:
@@ -431,6 +497,7 @@ class Runtime:
         if self.in_pass:
             raise UsageError(f"{what} cannot run inside the model's forward or backward.")
         self.recover()
+        self.watch.look()
 
 
 def in_autograd() -> bool:

@@ -78,6 +78,8 @@ class Unit:
         self.leases = 0
         self.running = 0
         self.in_backward: set[object] = set()
+        self.arrived: set[ParamSlot] = set()
+        """Parameters that got a gradient since a backward of this unit's calls began."""
         self.hold: Hold | None = None
         self.external = encloses
         """Its parameters are read outside its module's forward: gathered for whole passes."""

@@ -73,8 +73,8 @@ class OptimConfig(_Section):
 class StepsConfig(_Section):
     """How long, and in which portions."""
 
-    steps: int = Field(default=100, gt=0)
-    global_batch: int = Field(default=16, gt=0)
+    steps: int = Field(default=60, gt=0)
+    global_batch: int = Field(default=8, gt=0)
     """Sequences a step over all ranks and micro-batches; it alone decides what is learned."""
     micro_batch: int | None = Field(default=None, gt=0)
     """Sequences a rank computes at once; by default whatever `accumulation` leaves."""

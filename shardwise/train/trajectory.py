@@ -34,6 +34,8 @@ class Trajectory:
 
     losses: list[float] = field(default_factory=list)
     """One a step, over the global batch."""
+    loss_dtype: str = "float64"
+    """In which the model computed its loss: some use float32 whatever the weights are."""
     total_norms: list[float] = field(default_factory=list)
     """Norm of the whole gradient, one a step, before clipping."""
     grad_norms: list[dict[str, float]] = field(default_factory=list)
@@ -91,6 +93,7 @@ def reference_worker(config: dict[str, Any], directory: str, name: str) -> None:
         for micro in range(batches.accumulation):
             rows = batches.get(step, micro)
             part = loss_of(model(input_ids=rows, labels=rows)) / batches.accumulation
+            record.loss_dtype = str(part.dtype).removeprefix("torch.")
             part.backward()
             loss += part.item()
         record.losses.append(loss)
@@ -116,8 +119,10 @@ def _norms(gradients: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _flatten(states: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    return {
-        f"{name}:{key}": torch.as_tensor(value)
-        for name, state in states.items()
-        for key, value in state.items()
-    }
+    flat = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            tensor = torch.as_tensor(value)
+            # A number (the step count) may be kept in any type; only its value matters.
+            flat[f"{name}:{key}"] = tensor if tensor.dim() else tensor.double()
+    return flat

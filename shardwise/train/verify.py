@@ -78,13 +78,17 @@ def verify(config: TrainConfig, tolerance: float | None = None) -> Verdict:
     """Run the job under its plan and in plain PyTorch and compare; `tolerance` replaces all."""
     if launch.under_torchrun():
         raise UsageError("verify starts its own workers; run it without torchrun")
-    tolerances = TOLERANCES.get(config.model.dtype)
-    if tolerances is None:
+    if config.model.dtype not in TOLERANCES:
         raise UsageError(f"verify compares in float64 or float32, not in {config.model.dtype}")
-    if tolerance is not None:
-        tolerances = dict.fromkeys(TOLERANCES["float64"], tolerance)
     config.batching(config.workers)  # says now what would fail later
     sharded, reference = _record_both(config)
+    if tolerance is not None:
+        tolerances = dict.fromkeys(TOLERANCES["float64"], tolerance)
+    else:
+        loss = max(
+            TOLERANCES[dtype]["loss"] for dtype in (config.model.dtype, reference.loss_dtype)
+        )
+        tolerances = TOLERANCES[config.model.dtype] | {"loss": loss}
     return Verdict(
         plan=config.plan,
         model=config.model.name,

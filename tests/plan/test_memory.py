@@ -50,15 +50,15 @@ def test_states_are_cut_by_their_spread(plan: Plan, parts: tuple[int, int, int])
         4 * TOTAL // parts[1],
         8 * TOTAL // parts[2],
     )
-    assert found.grad_buffers == 2 * 4 * LARGE
+    assert found.grad_buffers == 4 * (ROOT + SMALL + LARGE)
     assert found.kept == 0
 
 
 @pytest.mark.parametrize(
     ("keep", "kept", "gathered"),
     [
-        ("none", 0, ROOT + 2 * LARGE),
-        ("node", (SMALL + LARGE) // 2, ROOT + 2 * LARGE),
+        ("none", 0, ROOT + SMALL + LARGE),
+        ("node", (SMALL + LARGE) // 2, ROOT + SMALL + LARGE),
         ("full", SMALL + LARGE, ROOT),
     ],
 )
@@ -69,7 +69,8 @@ def test_what_is_kept_and_gathered(keep: str, kept: int, gathered: int) -> None:
 
 @pytest.mark.parametrize(("prefetch", "buffers"), [(0, 1), (1, 2), (7, 2)])
 def test_prefetch_holds_no_more_buffers_than_units(prefetch: int, buffers: int) -> None:
-    found = memory(replace(presets.zero3(), prefetch=prefetch), MODEL, GRID)
+    model = model_of(ROOT, LARGE, LARGE)
+    found = memory(replace(presets.zero3(), prefetch=prefetch), model, GRID)
     assert found.gathered == 4 * (ROOT + buffers * LARGE)
 
 
@@ -102,14 +103,14 @@ def test_mixed_precision_adds_a_master() -> None:
     assert found == Memory(
         params=2 * TOTAL // 4,
         kept=0,
-        gathered=2 * (ROOT + 2 * LARGE),
+        gathered=2 * (ROOT + SMALL + LARGE),
         grads=4 * TOTAL // 4,
-        grad_buffers=2 * 2 * LARGE,
+        grad_buffers=2 * (ROOT + SMALL + LARGE),
         optim=3 * 4 * TOTAL // 4,
     )
     wide = Precision(compute="bfloat16", reduce="float32", master="float64")
     found = memory(presets.zero3(precision=wide), MODEL, GRID, optim_words=1)
-    assert found.grad_buffers == 2 * 4 * LARGE
+    assert found.grad_buffers == 4 * (ROOT + SMALL + LARGE)
     assert found.optim == 2 * 8 * TOTAL // 4
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait until something is so, and fail when it does not happen in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

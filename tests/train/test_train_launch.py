@@ -12,7 +12,7 @@ from shardwise.core.errors import UsageError
 from shardwise.train import launch
 from tests.train.processes import is_alive, wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 HERE = Path(__file__).parent
 
 
@@ -64,7 +64,7 @@ def test_no_worker_outlives_its_launcher(end: signal.Signals) -> None:
             pids = [int(launcher.stdout.readline()) for _ in range(2)]
         finally:
             launcher.send_signal(end)
-        code = launcher.wait(timeout=20)
+        code = launcher.wait(timeout=60)
     assert code == (-end if end == signal.SIGKILL else 128 + end)
     wait_for(lambda: not any(map(is_alive, pids)))
 

@@ -13,7 +13,7 @@ from shardwise.train.launch import WorkerError
 from shardwise.train.metrics import Summary
 from shardwise.train.run import prepare_output, run_training
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 STEPS = 4
 
 

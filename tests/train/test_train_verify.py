@@ -13,7 +13,7 @@ from shardwise.train.config import load_config
 from shardwise.train.trajectory import Trajectory
 from shardwise.train.verify import TOLERANCES, Comparison, compare, verify
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 
 def trajectory() -> Trajectory:
@@ -88,6 +88,18 @@ def test_a_difference_ends_with_exit_code_1(
     assert run(["verify"]) == 1
     assert "FAIL" in capsys.readouterr().out
     assert run(["verify", "--tolerance", "3"]) == 0
+
+
+def test_a_loss_that_the_model_computes_in_float32_is_judged_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = trajectory(), trajectory()
+    ours.losses[0] *= 1 + 1e-6
+    monkeypatch.setattr("shardwise.train.verify._record_both", lambda _: (ours, theirs))
+    job = load_config(None, {"model.dtype": "float64"})
+    assert not verify(job).passed
+    theirs.loss_dtype = "float32"
+    assert verify(job).passed
 
 
 def test_it_starts_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,316 @@
+"""Ranks that disagree get the right result, or an error with names in bounded time; never a hang.
+
+Everything runs over both links: by default ranks of one host read each other's memory; with
+``peer_links`` they send messages, as between hosts.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from tests.harness import Workers
+from tests.models import Block
+from tests.runtime.support import (
+    LEVELS,
+    PLANS,
+    Case,
+    build,
+    check_case,
+    collector,
+    peer_links,
+    sgd,
+    small,
+)
+
+CASES: dict[str, Case] = {}
+case = collector(CASES)
+PLANS_HERE = ("zero3", "zero3 keep=full", "zero1")
+ALL = list(range(8))
+LINKS = {"local": nullcontext, "peer": peer_links}
+TIMEOUT_S = 2.5
+BOUND_S = 40.0
+"""TIMEOUT_S, the grace for others to say where they are, and a slow machine."""
+
+
+class Routed(nn.Module):
+    """Blocks that each call names in its own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(Block(24) for _ in range(8))
+        self.last = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        x = self.first(x)
+        for index in route:
+            x = self.blocks[index](x)
+            if index == 3:
+                self.middle = x
+        return self.last(x)
+
+
+def features(rank: int, step: int, length: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, length, 24, generator=generator, dtype=torch.float64)
+
+
+def use(model: nn.Module, rank: int, step: int, route: list[int], length: int = 4) -> float:
+    loss = model(features(rank, step, length), route).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+# --- correct results ------------------------------------------------------------------------------
+
+
+@case(Routed, plans=PLANS_HERE)
+def another_order_from_the_start(model, rank, step):
+    return use(model, rank, step, [1, 0, 3, 2, 4, 7, 6, 5] if rank else ALL)
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def another_order_later(model, rank, step):
+    return use(model, rank, step, [1, 0, 3, 2, 7, 6, 5, 4] if rank and step else ALL)
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def the_opposite_order_later(model, rank, step):
+    return use(model, rank, step, ALL[4::-1] if rank and step else ALL[:5])
+
+
+@case(Routed, plans=PLANS_HERE, steps=6)
+def layers_dropped_at_random(model, rank, step):
+    generator = torch.Generator().manual_seed(7 * step + rank)
+    return use(model, rank, step, [i for i in ALL if torch.rand((), generator=generator) > 0.4])
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def one_rank_skips_most_units(model, rank, step):
+    return use(model, rank, step, [0, 7] if rank == step % 2 else ALL)
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def one_rank_skips_most_units_later(model, rank, step):
+    return use(model, rank, step, ALL[:2] + ALL[6:] if rank and step else ALL)
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def one_rank_uses_no_unit(model, rank, step):
+    return use(model, rank, step, [] if rank == step % 2 else ALL)
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def one_rank_uses_units_twice_from_the_start(model, rank, step):
+    return use(model, rank, step, [0, 0, 1, 1, 0] if rank else [0, 1, 2])
+
+
+@case(Routed, plans=PLANS_HERE, steps=3)
+def other_lengths_and_modes(model, rank, step):
+    model.train(rank == 0)
+    return use(model, rank, step, ALL, length=3 + 2 * rank)
+
+
+@case(Routed, plans=PLANS_HERE, steps=4)
+def backward_through_a_part_on_one_rank(model, rank, step):
+    out = model(features(rank, step), ALL)
+    loss = (model.middle if rank and step else out).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def _backward_that_fails(model, rank, step, where):
+    """On rank 1, the backward of one step ends early: what had arrived counts, as without us."""
+    out = model(features(rank, step), ALL)
+    if rank == 1 and step == 1:
+        where(out).register_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            out.square().mean().backward()
+    else:
+        out.square().mean().backward()
+    return out.detach()
+
+
+@case(Routed, plans=PLANS_HERE)
+def backward_raises_at_once_on_one_rank(model, rank, step):
+    return _backward_that_fails(model, rank, step, lambda out: out)
+
+
+@case(Routed, plans=PLANS_HERE)
+def backward_raises_halfway_on_one_rank(model, rank, step):
+    return _backward_that_fails(model, rank, step, lambda out: model.middle)
+
+
+@case(Routed, plans=("zero1", "ddp"), steps=5)
+def anything_goes_where_parameters_rest_in_full(model, rank, step):
+    routes = [[0], [3, 1], [1, 1, 2], [2, 3], []]
+    return use(model, rank, step, routes[(step + 2 * rank) % 5])
+
+
+def check(name: str, link: str) -> None:
+    with LINKS[link]():
+        check_case(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("link", LINKS)
+def test_disagreement_with_the_right_result(name, link, two):
+    two.run(check, name, link)
+
+
+# --- bounded errors -------------------------------------------------------------------------------
+
+ERRORS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, int], None]] = {}
+
+
+def error(run: Callable[[nn.Module, torch.optim.Optimizer, int], None]) -> Any:
+    ERRORS[run.__name__] = run
+    return run
+
+
+def steps(model, optimizer, rank, numbers, route=(0, 1, 2)):
+    for step in numbers:
+        use(model, rank, step, list(route))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@error
+def one_rank_uses_a_unit_that_nobody_had_used(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2))
+    steps(model, optimizer, rank, range(2, 5), (0, 1, 3) if rank else (0, 1, 2))
+
+
+@error
+def one_rank_uses_a_unit_once_more(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2))
+    steps(model, optimizer, rank, range(2, 5), (0, 1, 2, 0, 1) if rank else (0, 1, 2))
+
+
+@error
+def one_rank_calls_backward_twice(model, optimizer, rank):
+    for step in range(4):
+        loss = model(features(rank, step), [0, 1, 2]).square().mean()
+        loss.backward(retain_graph=True)
+        if rank == 1 and step > 0:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@error
+def one_rank_evaluates_while_the_other_trains(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2))
+    with torch.no_grad():
+        model(features(rank, 5), [0, 1, 2])
+    if rank == 1:
+        with torch.no_grad():
+            model(features(rank, 6), [0, 1, 2])
+    steps(model, optimizer, rank, range(2, 4))
+
+
+@error
+def one_rank_has_one_step_more(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2 + rank))
+
+
+@error
+def one_rank_raises_in_forward_and_goes_on(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2))
+    if rank == 1:
+        broken = model.blocks[1].register_forward_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            model(features(rank, 2), [0, 1, 2])
+        broken.remove()
+    else:
+        steps(model, optimizer, rank, [2])
+    steps(model, optimizer, rank, range(3, 5))
+
+
+@error
+def one_rank_raises_and_ends(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2))
+    if rank == 1:
+        raise ZeroDivisionError
+    steps(model, optimizer, rank, range(2, 5))
+
+
+@error
+def one_rank_does_not_read_full_params(model, optimizer, rank):
+    steps(model, optimizer, rank, range(2))
+    if rank == 0:
+        with sw.full_params(model):
+            pass
+    steps(model, optimizer, rank, range(2, 5))
+
+
+def outcome(name: str, link: str, plan: str) -> tuple[str, str, float]:
+    """How a disagreement ends on this rank: what was raised, its text, and after how long."""
+    rank = dist.get_rank()
+    with LINKS[link]():
+        model = build(Routed)
+        optimizer = sgd(model)
+        sw.shard(model, optimizer, small(PLANS[plan]), levels=LEVELS[2], timeout_s=TIMEOUT_S)
+    begin = time.monotonic()
+    try:
+        ERRORS[name](model, optimizer, rank)
+        ended, text = "ok", ""
+    except Exception as raised:
+        ended, text = type(raised).__name__, str(raised)
+    return ended, text, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", ERRORS)
+def test_disagreement_that_ends_in_an_error_with_names(name, link, two):
+    outcomes = two.run(outcome, name, link, "zero3")
+    assert max(seconds for *_, seconds in outcomes) < BOUND_S, outcomes
+    assert "SyncError" in {ended for ended, *_ in outcomes}, outcomes
+    for ended, text, _ in outcomes:
+        assert ended in ("SyncError", "ok", "ZeroDivisionError"), outcomes
+        if ended == "SyncError":
+            assert "rank" in text.lower(), text
+
+
+def leave(link: str) -> tuple[str, str, float]:
+    rank = dist.get_rank()
+    with LINKS[link]():
+        model = build(Routed)
+        optimizer = sgd(model)
+        sw.shard(model, optimizer, small(PLANS["zero3"]), levels=LEVELS[2], timeout_s=TIMEOUT_S)
+    steps(model, optimizer, rank, range(2))
+    if rank == 1:
+        os._exit(3)
+    begin = time.monotonic()
+    try:
+        steps(model, optimizer, rank, range(2, 5))
+    except sw.SyncError as raised:
+        return "SyncError", str(raised), time.monotonic() - begin
+    return "ok", "", 0.0
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_rank_that_ends_is_named(link):
+    pool = Workers(2)
+    try:
+        pool.start()
+        for pipe in pool._pipes:
+            pipe.send((leave, (link,), {}))
+        _, (ended, text, seconds) = pool._receive(0, time.monotonic() + BOUND_S)
+        assert ended == "SyncError"
+        assert "ank 1" in text
+        assert seconds < BOUND_S
+    finally:
+        pool.stop()

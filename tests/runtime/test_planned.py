@@ -1,0 +1,73 @@
+"""What the schedule plans is what the runtime does: the same operations, hops and bytes."""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+import shardwise as sw
+from shardwise.api import runtime_of
+from shardwise.core.topology import Topology
+from shardwise.model.inspect import describe
+from shardwise.plan.schedule import Op, Phase, schedule
+from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine
+
+LEVELS = "node=2,world=2"
+PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp"]
+
+
+def _planned(model, plan, *phases: Phase) -> Counter[Op]:
+    topology = Topology.parse(LEVELS)
+    spec = describe(model, plan, topology.world)
+    ops: Counter[Op] = Counter()
+    for phase in phases:
+        ops.update(op for event in schedule(plan, spec, topology, phase) for op in event.ops)
+    return ops
+
+
+def compare(name: str, keep: str) -> None:
+    plan = replace(sw.presets.PRESETS[name](), min_unit_numel=1000, keep=keep)
+    model = make(TinyGPT)
+    single, accumulated, evaluation = (
+        _planned(model, plan, *phases)
+        for phases in ([Phase.ONLY], [Phase.FIRST, Phase.MIDDLE, Phase.LAST], [Phase.EVAL])
+    )
+    optimizer = adamw(model)
+    sw.shard(model, optimizer, plan=plan, levels=LEVELS)
+    happened: list[Op] = []
+    runtime_of(model).observers.append(happened.append)
+
+    def train(micro_batches: int) -> Counter[Op]:
+        happened.clear()
+        for i in range(micro_batches):
+            if i < micro_batches - 1:
+                with sw.no_sync(model):
+                    lm_loss(model, *mine(*batch(i))).backward()
+            else:
+                lm_loss(model, *mine(*batch(i))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return Counter(happened)
+
+    train(1)  # the first step is recorded
+    assert train(1) == single, (name, keep)
+    assert train(3) == accumulated, (name, keep)
+    model.eval()
+    with torch.no_grad():
+        lm_loss(model, *mine(*batch(0)))
+        happened.clear()
+        lm_loss(model, *mine(*batch(0)))
+    assert Counter(happened) == evaluation, (name, keep)
+    sw.unshard(model)
+
+
+def compare_all() -> None:
+    for name in PLANS:
+        compare(name, "none")
+    compare("zero3", "node")
+    compare("zero3", "full")
+    compare("hsdp", "full")
+
+
+def test_the_runtime_executes_what_the_schedule_plans(four):
+    four.run(compare_all)
