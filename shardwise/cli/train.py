@@ -8,6 +8,7 @@ import typer
 from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 
 if TYPE_CHECKING:
+    from shardwise.train.config import TrainConfig
     from shardwise.train.metrics import Summary
 
 
@@ -52,9 +53,7 @@ def train(
 
       torchrun --nproc-per-node 2 -m shardwise train job.toml
     """
-    from shardwise.train import launch
     from shardwise.train.config import load_config, parse_assignment
-    from shardwise.train.run import prepare_output, run_training
 
     named = {
         "model.name": model,
@@ -70,7 +69,14 @@ def train(
     config = load_config(job, changes)
     if print_config:
         typer.echo(config.to_toml(), nl=False)
-        return
+    else:
+        _run(config, as_json)
+
+
+def _run(config: "TrainConfig", as_json: bool) -> None:
+    from shardwise.train import launch
+    from shardwise.train.run import prepare_output, run_training
+
     directory = prepare_output(config)
     with interruptible(f"; the run is in {directory}"):
         summary = run_training(config, directory)

@@ -7,6 +7,7 @@ import typer
 from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 
 if TYPE_CHECKING:
+    from shardwise.train.config import TrainConfig
     from shardwise.train.verify import Verdict
 
 
@@ -51,7 +52,6 @@ def verify(
       shardwise verify --plan plan.toml --model transformers:gpt2 --dtype float32 --json
     """
     from shardwise.train.config import load_config
-    from shardwise.train.verify import verify as run_verify
 
     workers = workers or (_num_ranks(levels) if levels else 2)
     changes = {
@@ -70,6 +70,12 @@ def verify(
         "train.seed": seed,
     }
     config = load_config(None, {k: v for k, v in changes.items() if v is not None})
+    _run(config, tolerance, as_json)
+
+
+def _run(config: "TrainConfig", tolerance: float | None, as_json: bool) -> None:
+    from shardwise.train.verify import verify as run_verify
+
     with interruptible():
         verdict = run_verify(config, tolerance)
     if as_json:

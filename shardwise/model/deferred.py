@@ -21,9 +21,9 @@ that skip meta tensors are recorded as one call at the moment they ask `is_meta`
 depends on values (`trunc_normal_` draws until all samples fit) must not be frozen under one seed.
 
 [Note: random numbers] Each random operation has its own stream, derived from a base seed and the
-number of random operations before it in the context. The base is `torch.initial_seed()` on entry:
-two models built in two contexts under one seed start alike. An explicit generator's seed is the
-base of its own operations, and `materialize(seed=)` does not replace it.
+number of random operations before it in the context. The base is drawn from torch's generator on
+entry, so that `torch.manual_seed` fixes it, and two models built one after the other differ. An
+explicit generator's seed is the base of its own operations; `materialize(seed=)` does not replace it.
 """
 
 import functools
@@ -210,7 +210,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seed = torch.initial_seed()
+        self.seed = int(torch.randint(2**62, ()))
         self.num_random = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

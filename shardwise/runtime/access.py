@@ -142,7 +142,7 @@ def _gather_whole(
 
 
 def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """The reduced gradients in full, by name, on every rank; parameters without one are left out."""
+    """The reduced gradients in full, by name, on every rank, of all parameters that have one."""
     runtime.require_idle("full_grads")
     grads.read(runtime)
     if runtime.accumulated:

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.grid import Grid
-from shardwise.core.layout import ModelSpec, UnitSpec
-from shardwise.model.deferred import is_deferred, materialize
+from shardwise.core.layout import ModelSpec
+from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
 from shardwise.model.inspect import Members
 from shardwise.plan.plan import Plan, resolve
 from shardwise.runtime import guard
@@ -13,6 +13,10 @@ from shardwise.runtime.flat import Dtypes, Flat, ParamSlot, Pools
 from shardwise.runtime.memory import Pool, trim_heap
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
+
+
+Seeds = dict[int, int]
+"""The agreed seed of each deferred tensor, by the tensor's id."""
 
 
 def target_device(model: nn.Module) -> torch.device:
@@ -31,9 +35,8 @@ def build_runtime(
     pools = Pools(Pool(grid.device), Pool(grid.device))
     resolved = [resolve(plan, grid.place.topology, unit.name) for unit in spec.units]
     grid.connect(step for rungs in resolved for step in rungs.ladder.steps)
-    seed = grid.control.broadcast_object(torch.initial_seed(), "seed")
-    assert isinstance(seed, int)
-    _settle_buffers(model, grid, seed)
+    seeds = _agree_on_seeds(model, grid)
+    _settle_buffers(model, grid, seeds)
     units = []
     for index, (unit, unit_spec, rungs) in enumerate(
         zip(members, spec.units, resolved, strict=True)
@@ -52,7 +55,7 @@ def build_runtime(
             flats,
             encloses=index == 0,
         )
-        _fill_unit(built, unit, unit_spec, grid, seed)
+        _fill_unit(built, unit, grid, seeds)
         trim_heap()  # of the full values: they are in parts now
         units.append(built)
     runtime = Runtime(model, plan, grid, units, pools)
@@ -61,7 +64,7 @@ def build_runtime(
     return runtime
 
 
-def _fill_unit(built: Unit, unit: Members, spec: UnitSpec, grid: Grid, seed: int) -> None:
+def _fill_unit(built: Unit, unit: Members, grid: Grid, seeds: Seeds) -> None:
     """Moves a unit's values into its parts; never holds more than one parameter beside them."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.dtypes.master != flat.dtypes.compute:
@@ -70,7 +73,7 @@ def _fill_unit(built: Unit, unit: Members, spec: UnitSpec, grid: Grid, seed: int
             parameter = unit.params[slot_spec.param.name]
             slot = ParamSlot(slot_spec.param.name, parameter, slot_spec, flat)
             slot.unit = built
-            value = _value_of(parameter, grid, seed)
+            value = _value_of(parameter, grid, seeds)
             with torch.no_grad():
                 flat.write(slot_spec, value)
             del value
@@ -82,10 +85,19 @@ def _fill_unit(built: Unit, unit: Members, spec: UnitSpec, grid: Grid, seed: int
         guard.close(slot.parameter for slot in built.slots)
 
 
-def _value_of(parameter: nn.Parameter, grid: Grid, seed: int) -> torch.Tensor:
+def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
+    """The seed of every deferred tensor's initialisation: rank 0's, as with values."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if is_deferred(t)]
+    mine = [deferred_seed(tensor) for tensor in tensors]
+    agreed = grid.control.broadcast_object(mine, "seeds of the initialisation")
+    assert isinstance(agreed, list)
+    return {id(tensor): seed for tensor, seed in zip(tensors, agreed, strict=True)}
+
+
+def _value_of(parameter: nn.Parameter, grid: Grid, seeds: Seeds) -> torch.Tensor:
     """The full value to start from: the model's own initialisation, or rank 0's values."""
-    if is_deferred(parameter) or parameter.is_meta:
-        return materialize(parameter, device=grid.device, seed=seed)
+    if parameter.is_meta:
+        return materialize(parameter, device=grid.device, seed=seeds.get(id(parameter)))
     value = parameter.detach()
     on_cpu = value.cpu().contiguous()
     grid.control.broadcast(on_cpu)
@@ -97,21 +109,23 @@ def _rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
     if not parameter.is_meta:
         parameter.data = view
         return
-    # `.data` cannot change the device, and torch.utils.swap_tensors refuses tensors that somebody
-    # holds weakly, as the record of their initialisation does; that is over now.
+    # `.data` cannot change the device, so the object gets the inside of another one.
+    forget(parameter)
     replacement = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
     replacement.data = view  # not nn.Parameter(view): that would share the flat's version counter
-    torch._C._swap_tensor_impl(parameter, replacement)
+    torch.utils.swap_tensors(parameter, replacement)
 
 
-def _settle_buffers(model: nn.Module, grid: Grid, seed: int) -> None:
+def _settle_buffers(model: nn.Module, grid: Grid, seeds: Seeds) -> None:
     """Buffers are rank 0's at the start and local afterwards."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if buffer.is_meta:
-                buffer = module._buffers[name] = materialize(buffer, device=grid.device, seed=seed)
+                buffer = module._buffers[name] = materialize(
+                    buffer, device=grid.device, seed=seeds.get(id(buffer))
+                )
             on_cpu = buffer.detach().cpu().contiguous()
             grid.control.broadcast(on_cpu)
             with torch.no_grad():

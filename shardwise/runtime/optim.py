@@ -99,8 +99,8 @@ class OptimizerTakeover:
         self._swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """During a step: the groups, each with the options that were changed."""
         self._depth = 0
-        self._stepped = False
         """How many steps run inside each other: a subclass may call its base's, hooks and all."""
+        self._stepped = False
         self._loading: dict[nn.Parameter, State | None] = {}
         self._check_groups(optimizer.param_groups)
         for unit in runtime.units:
@@ -346,7 +346,7 @@ class OptimizerTakeover:
 def _part_of(slot: ParamSlot) -> torch.Tensor:
     """This rank's elements of a parameter's master: flat, but a scalar stays one.
 
-    Otherwise nobody could tell a scalar parameter's element-wise states from numbers like "step".
+    So its states have the shapes that they have in a plain process, whatever they are.
     """
     part = slot.master_part()
     if part is None:

@@ -34,7 +34,7 @@ _CRASH_SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "stopped by a segmentation fault (SIGSEGV)",
     signal.SIGBUS: "stopped by a bus error (SIGBUS), as when shared memory or a disk is full",
 }
-_AGENT_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
+_ELASTIC_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
 _SHUTDOWN_S = 5
 """How long workers may take to end after a signal before they are killed."""
 
@@ -117,9 +117,9 @@ def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(job_dir / "elastic")),
         shutdown_timeout=_SHUTDOWN_S,
-        # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and the agent then ends the workers
+        # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and elastic then ends the workers
         # by SIGTERM, which stops them at once and silently wherever they are.
-        signals_to_handle=",".join(_AGENT_SIGNALS),
+        signals_to_handle=",".join(_ELASTIC_SIGNALS),
     )
     command = ("-m", "shardwise.train.worker", str(job_dir))
     environment = rank_environment(workers) | _local_environment()
@@ -188,8 +188,8 @@ def _interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Give back the signal handlers that the agent replaces."""
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in _AGENT_SIGNALS}
+    """Give back the signal handlers that elastic replaces."""
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in _ELASTIC_SIGNALS}
     try:
         yield
     finally:
@@ -199,7 +199,7 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Silence the agent's own report of a failure: ours is one sentence and comes once."""
+    """Silence elastic's own report of a failure: ours is one sentence and comes once."""
     loggers = [
         logging.getLogger(name)
         for name in list(logging.Logger.manager.loggerDict)

@@ -15,9 +15,17 @@ from shardwise.api import runtime_of
 from shardwise.plan.plan import Precision
 from shardwise.runtime.memory import peak_rss_bytes
 from tests.models import TinyGPT, adamw, batch, largest_difference, lm_loss, mine, train_plain
-from tests.runtime.support import LEVELS, LIMIT_S, PLANS, assert_at_rest, build, small
-
-HERE = ("zero3", "zero3 keep=full", "zero1", "ddp")
+from tests.runtime.support import (
+    LEVELS,
+    LIMIT_S,
+    ONE_LEVEL,
+    PLANS,
+    TWO_LEVELS,
+    assert_at_rest,
+    build,
+    sgd,
+    small,
+)
 
 
 class WithBuffers(TinyGPT):
@@ -59,7 +67,7 @@ def read_full(plan: str) -> None:
         for name, parameter in model.named_parameters():
             assert type(parameter) is nn.Parameter
             torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-9)
-        with sw.full_params(model.blocks[0] and model, model.blocks[0]):  # nested
+        with sw.full_params(model, model.blocks[0]):  # nested
             assert model.blocks[0].up.weight.sum().isfinite()
         assert model.blocks[0].up.weight.sum().isfinite()
         assert model.embed.weight.sum().isfinite()
@@ -86,7 +94,7 @@ def read_full(plan: str) -> None:
     sw.unshard(model)
 
 
-@pytest.mark.parametrize("plan", HERE)
+@pytest.mark.parametrize("plan", ONE_LEVEL)
 def test_full_params_for_reading(plan, two):
     two.run(read_full, plan)
 
@@ -105,7 +113,8 @@ def write_full(plan: str, compute: str | None) -> None:
     for name, value in expected.state_dict().items():
         rounded = value if compute is None else value.bfloat16()
         assert torch.equal(got[name], rounded), name
-        assert torch.equal(masters[name], rounded.double()), name
+        # A master that rounds to the written value already keeps its precision.
+        assert torch.equal(masters[name].to(rounded.dtype), rounded), name
     with torch.no_grad(), sw.full_params(model, model.blocks[0], write=True):
         model.blocks[0].up.bias.fill_(0.5 if rank == 0 else 0.25)
     assert (full(model)["blocks.0.up.bias"] == 0.5).all()
@@ -128,11 +137,11 @@ def write_under(plans: tuple[str, ...]) -> None:
 
 
 def test_full_params_for_writing(two):
-    two.run(write_under, HERE)
+    two.run(write_under, ONE_LEVEL)
 
 
 def test_full_params_for_writing_on_two_levels(four):
-    four.run(write_under, ("zero3 keep=node", "amsp", "hsdp"))
+    four.run(write_under, TWO_LEVELS)
 
 
 # --- state_dict -----------------------------------------------------------------------------------
@@ -143,7 +152,7 @@ def state_dicts(plan: str) -> None:
     optimizer = shard(model, plan, precision=Precision(compute="bfloat16"))
     everywhere, on_first = full(model), sw.state_dict(model)
     assert bool(on_first) == (rank == 0)
-    assert list(everywhere) == list(plain.state_dict())
+    assert everywhere.keys() == plain.state_dict().keys()
     assert everywhere["head.weight"] is everywhere["embed.weight"]
     assert "passing" not in everywhere
     for name, value in everywhere.items():
@@ -153,8 +162,7 @@ def state_dicts(plan: str) -> None:
         if name != "kept":
             assert value.dtype == torch.bfloat16
             assert torch.equal(value, expected.bfloat16())
-            assert torch.equal(full(model, master=True)[name], expected)
-            break
+    assert largest_difference(full(model, master=True), plain.state_dict()) == 0
     train(model, optimizer, 0)
     masters, values = full(model, master=True), full(model)
     assert masters["norm.bias"].dtype == torch.float64
@@ -168,7 +176,7 @@ def state_dicts(plan: str) -> None:
 
 
 def test_state_dict(two):
-    for plan in HERE:
+    for plan in ONE_LEVEL:
         two.run(state_dicts, plan)
 
 
@@ -177,13 +185,10 @@ def test_state_dict(two):
 
 def traces(model: nn.Module) -> list[str]:
     """Everything on modules and parameters that a plain model does not have."""
-    found = []
+    plain, found = dict(build(TinyGPT).named_modules()), []
     for name, module in model.named_modules():
-        extra = set(vars(module)) - set(vars(type(module)(1, 1) if type(module) is nn.Linear else nn.Module()))  # fmt: skip
-        found += [f"{name}.{key}" for key in extra if "shardwise" in key or key == "_apply"]
-        found += [
-            f"{name}.{key}" for key, value in vars(module).items() if "hooks" in key and value
-        ]
+        found += [f"{name}.{key}" for key in vars(module).keys() ^ vars(plain[name]).keys()]
+        found += [f"{name}.{key}" for key, value in vars(module).items() if "hooks" in key and value]  # fmt: skip
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
             found.append(f"{name}: {type(parameter).__name__}")
@@ -198,7 +203,7 @@ def unshard_and_shard_again() -> None:
     reference, model = build(TinyGPT), build(TinyGPT)
     parameters, threads = list(model.parameters()), threading.active_count()
     adam, optimizer = adamw(reference), adamw(model)
-    for step, plan in enumerate(HERE):
+    for step, plan in enumerate(ONE_LEVEL):
         world = dist.get_world_size()
         sw.shard(model, optimizer, small(PLANS[plan]), levels=LEVELS[world], timeout_s=LIMIT_S)
         adam.state.clear()
@@ -237,7 +242,7 @@ def dropped_models_go() -> None:
         dist.barrier()
         del model, optimizer
         gc.collect()
-        assert [ref() for ref in gone] == [None] * 3, gc.get_referrers(gone[0]())
+        assert all(ref() is None for ref in gone)
     assert threading.active_count() == threads
 
 
@@ -271,7 +276,7 @@ def deferred(plan: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(3 if dist.get_rank() == 0 else 4)  # rank 0's seed counts
     with sw.deferred_init():
         model = Wide()
-    optimizer = adamw(model)  # built before any value exists
+    optimizer = sgd(model)  # built before any value exists
     assert model.blocks[0][0].weight.is_meta
     world = dist.get_world_size()
     sw.shard(model, optimizer, small(PLANS[plan]), levels=LEVELS[world], timeout_s=LIMIT_S)
@@ -279,9 +284,8 @@ def deferred(plan: str) -> dict[str, torch.Tensor]:
     start = full(model)
     plain = Wide()
     plain.load_state_dict(start)
-    losses = train_plain(plain, 2)
+    train_plain(plain, 2, sgd)
     train(model, optimizer, 0, 1)
-    assert len(losses) == 2
     assert largest_difference(full(model), plain.state_dict()) < 1e-5  # float32
     sw.unshard(model)
     return start
@@ -300,10 +304,12 @@ def test_deferred_values_depend_on_the_seed_alone(two, four):
 
 def peak_while_sharding() -> tuple[int, int, int]:
     """Bytes beyond the start: at the peak of sharding; of this rank's parts; of one unit."""
-    layers, dim = 12, 1024
+    with sw.deferred_init():
+        model = Wide()
+    sw.shard(model, None, PLANS["zero3"], levels=LEVELS[2], timeout_s=LIMIT_S)  # imports, threads
     begin = peak_rss_bytes()
     with sw.deferred_init():
-        model = Wide(dim, layers)
+        model = Wide(dim=1024, layers=12)
     built = peak_rss_bytes()
     assert built - begin < 4 << 20
     sw.shard(model, None, PLANS["zero3"], levels=LEVELS[2], timeout_s=LIMIT_S)

@@ -17,7 +17,16 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.plan.plan import Precision
 from tests.models import TinyGPT, adamw, batch, largest_difference, lm_loss, mine
-from tests.runtime.support import LEVELS, LIMIT_S, PLANS, assert_at_rest, build, small
+from tests.runtime.support import (
+    LEVELS,
+    LIMIT_S,
+    ONE_LEVEL,
+    PLANS,
+    TWO_LEVELS,
+    assert_at_rest,
+    build,
+    small,
+)
 
 P = nn.Parameter
 READS: dict[str, Callable[[P], Any]] = {
@@ -273,7 +282,7 @@ def _frozen(model: nn.Module) -> None:
     model(batch(0)[0])
 
 
-@pytest.mark.parametrize("plan", ["zero3", "zero3 keep=full", "ddp", "zero1"])
+@pytest.mark.parametrize("plan", ONE_LEVEL)
 def test_methods_of_the_model_work_or_refuse(plan, two):
     two.run(model_methods, plan)
 
@@ -331,15 +340,15 @@ def load_full(name: str, compute: str | None) -> float:
     return difference
 
 
-def load_under(names: list[str]) -> list[float]:
+def load_under(names: tuple[str, ...]) -> list[float]:
     # One step of AdamW with lr 0.01 and weight decay 0.1 moves no master by more.
     assert all(0 < load_full(name, "bfloat16") < 0.02 for name in names)
     return [load_full(name, None) for name in names]
 
 
 def test_load_state_dict_then_training_goes_on(two):
-    assert max(map(max, two.run(load_under, ["zero3", "zero3 keep=full", "ddp", "zero1"]))) <= 1e-9
+    assert max(map(max, two.run(load_under, ONE_LEVEL))) <= 1e-9
 
 
 def test_load_state_dict_on_two_levels(four):
-    assert max(map(max, four.run(load_under, ["zero3 keep=node", "amsp", "hsdp"]))) <= 1e-9
+    assert max(map(max, four.run(load_under, TWO_LEVELS))) <= 1e-9

@@ -1,6 +1,6 @@
 """Kinds of models and ways to call them, each against one plain process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import Block, SharedLayers, TinyGPT
-from tests.runtime.support import TRAVELLING, Case, check_case, collector
+from tests.runtime.support import TWO_LEVELS, Case, check_case, collector
 
 CASES: dict[str, Case] = {}
 case = collector(CASES)
@@ -18,6 +18,11 @@ case = collector(CASES)
 
 def check(name: str) -> None:
     check_case(CASES[name])
+
+
+def check_on_two_levels(*names: str) -> None:
+    for name in names:
+        check_case(replace(CASES[name], plans=TWO_LEVELS))
 
 
 def tokens(rank: int, step: int, length: int = 8) -> torch.Tensor:
@@ -116,7 +121,6 @@ def parameters_read_outside_their_module(model, rank, step):
 
 @case(
     ReadElsewhere,
-    plans=TRAVELLING,
     changes={"units": ("embed", "blocks.*")},
     extra_gathers=True,
 )
@@ -292,7 +296,7 @@ def two_forwards_before_one_backward(model, rank, step):
     return loss.item()
 
 
-@case(TinyGPT)
+@case(TinyGPT, extra_gathers=True)
 def two_forwards_then_two_backwards(model, rank, step):
     first = model(tokens(rank, step)).square().mean()
     second = model(tokens(rank, step + 7)).square().mean()
@@ -301,7 +305,7 @@ def two_forwards_then_two_backwards(model, rank, step):
     return first.item(), second.item()
 
 
-@case(Stack)
+@case(Stack, extra_gathers=True)
 def two_backwards_through_one_graph(model, rank, step):
     out = model(features(rank, step))
     out.square().mean().backward(retain_graph=True)
@@ -323,7 +327,7 @@ def forwards_without_backward(model, rank, step):
     return scored, with_graph, train(model, rank, step)
 
 
-@case(TinyGPT, plans=TRAVELLING)
+@case(TinyGPT)
 def generation_with_growing_length(model, rank, step):
     text = tokens(rank, step, 2)
     with torch.no_grad():
@@ -364,7 +368,7 @@ def gradients_by_autograd_grad_of_the_input(model, rank, step):
     return slope, train_stack(model, rank, step)
 
 
-@case(Stack, plans=TRAVELLING)
+@case(Stack)
 def double_backward(model, rank, step):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         x = features(rank, step).requires_grad_()
@@ -429,5 +433,18 @@ def reentrant_checkpointing(model, rank, step):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_numbers_as_one_process(name, four):
-    four.run(check, name)
+def test_same_numbers_as_one_process(name, two):
+    two.run(check, name)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("tied_across_units_and_in_root", "called_several_times", "reentrant_checkpointing"),
+        ("unused_parameters_and_skipped_units", "parameters_of_a_leaf_unit_read_elsewhere"),
+        ("modules_called_without_the_model", "two_forwards_then_two_backwards", "double_backward"),
+    ],
+    ids=("ties and calls", "outside", "passes"),
+)
+def test_same_numbers_on_two_levels(names, four):
+    four.run(check_on_two_levels, *names)

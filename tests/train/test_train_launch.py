@@ -56,7 +56,10 @@ def test_a_killed_worker_is_named() -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_no_worker_outlives_its_launcher(end: signal.Signals) -> None:
+def test_no_worker_outlives_its_launcher(
+    end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # one that is killed cannot tidy up
     command = [sys.executable, str(HERE / "worker_entries.py"), "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
