@@ -140,8 +140,8 @@ class GuardedParameter(nn.Parameter):
 
 def refuse_copy(name: str) -> UsageError:
     return UsageError(
-        f"'{name}' cannot be copied or pickled while it is sharded: use shardwise.state_dict(model) "
-        "for its values, build a second model from them, or undo with shardwise.unshard(model)."
+        f"'{name}' cannot be copied or pickled while it is sharded: use "
+        "shardwise.state_dict(model) for its values, build a second model from them, or undo with shardwise.unshard(model)."
     )
 
 
@@ -200,8 +200,8 @@ def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **k
     if _readable(parameter):
         return func(parameter, *args, **kwargs)
     raise UsageError(
-        f"Parameter '{_owner_of(parameter).name}' is sharded as {current} and cannot be moved or cast: "
-        "do that before shardwise.shard, or set the plan's precision."
+        f"Parameter '{_owner_of(parameter).name}' is sharded as {current} and cannot be moved or "
+        "cast: do that before shardwise.shard, or set the plan's precision."
     )
 
 
@@ -292,8 +292,8 @@ class GuardedGrad(torch.Tensor):
         )
         raise UsageError(
             f"The gradient of '{name}' rests in parts on several ranks, so "
-            f"'{getattr(func, '__name__', func)}' cannot read it: use shardwise.clip_grad_norm_, or "
-            "shardwise.full_grads(model) for its values."
+            f"'{getattr(func, '__name__', func)}' cannot read it: use shardwise.clip_grad_norm_, "
+            "or shardwise.full_grads(model) for its values."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -309,8 +309,8 @@ _GRAD_ELEMENTWISE = {
     getattr(torch.Tensor, name) for name in "mul_ div_ zero_ clamp_ nan_to_num_ neg_".split()
 } | {
     getattr(torch, name)
-    for name in "_foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_clamp_min_ _foreach_clamp_max_ "
-    "_foreach_neg_".split()
+    for name in "_foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_clamp_min_ "
+    "_foreach_clamp_max_ _foreach_neg_".split()
 }
 
 

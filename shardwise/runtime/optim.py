@@ -30,7 +30,10 @@ from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.runtime import Runtime
 
-_ELEMENTWISE = "SGD Adam AdamW NAdam RAdam RMSprop Rprop Adagrad Adadelta Adamax ASGD".split()
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "Adagrad", "Adadelta", "Adamax", "ASGD",
+)  # fmt: skip
 _REFUSED = {
     "Adafactor": "it factors second moments over the rows and columns of whole matrices",
     "Muon": "it orthogonalises whole matrices",

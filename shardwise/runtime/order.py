@@ -19,7 +19,7 @@ class Hold:
 
     last: bool
     kept: bool = False
-    """Held in full since forward: no walk brings it back, so it stays for all its backward calls."""
+    """Held in full since forward: no walk brings it back, so it stays for all backward calls."""
 
 
 @dataclass

@@ -125,8 +125,8 @@ def _watch_loading(
 ) -> None:
     """Master weights take the values that are loaded before those are rounded."""
 
-    def before(module: nn.Module, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:  # fmt: skip
-        if local.get("assign_to_params_buffers"):
+    def before(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) would replace sharded parameters; load without "
                 "assign, which copies every rank's part."

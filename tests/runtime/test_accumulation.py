@@ -52,7 +52,7 @@ class Branches(nn.Module):
 # --- accumulation -----------------------------------------------------------------------------
 
 
-@loop()
+@loop(plans=FEW)
 def accumulates(job: Job):
     losses = []
     for step in range(2):
@@ -85,7 +85,7 @@ def accumulates_unevenly(job: Job):
     return losses
 
 
-@loop()
+@loop(plans=FEW)
 def drops_between_micro_batches(job: Job):
     losses = []
     for step in range(2):
@@ -165,7 +165,7 @@ def uses_a_parameter_on_one_rank_only(job: Job):
 # --- token-weighted losses --------------------------------------------------------------------
 
 
-@loop()
+@loop(plans=FEW)
 def weighs_tokens(job: Job):
     """Uneven batches: sums of losses, divided by the tokens of all ranks."""
     losses = []
@@ -236,7 +236,7 @@ def goes_on_after_exceptions(job: Job):
     return losses
 
 
-@loop()
+@loop(plans=FEW)
 def keeps_what_arrived_before_an_exception(job: Job):
     """Without zero_grad the gradients of the failed backward count, as far as it came."""
     losses = []

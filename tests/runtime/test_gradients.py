@@ -126,7 +126,7 @@ def use_torch_utilities(job: Job):
 
 
 def check_torch_utilities() -> None:
-    compare(use_torch_utilities)
+    compare(use_torch_utilities, FEW)
     compare(use_torch_utilities, MIXED)
 
 

@@ -243,7 +243,7 @@ def autocast_training(job: Job) -> list[float]:
 
 
 def check_autocast() -> None:
-    compare(autocast_training, optimizer=sgd, dtype=torch.float32, tolerance=1e-4)
+    compare(autocast_training, TRAVEL, optimizer=sgd, dtype=torch.float32, tolerance=1e-4)
 
 
 def test_autocast_trains_like_plain_autocast(four):

@@ -19,7 +19,6 @@ from tests.runtime.support import (
     LEVELS,
     LIMIT_S,
     PLANS,
-    ONE_LEVEL,
     Case,
     assert_at_rest,
     build,

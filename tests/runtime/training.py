@@ -37,6 +37,22 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+class Signs(Optimizer):
+    """An element-wise optimizer that shardwise cannot know."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
 class Job:
     """A model, its optimizer, and the ranks whose batches this process works on."""
 
@@ -102,6 +118,14 @@ class Job:
         else:
             found = sw.optim_state_dict(self.model, self.optimizer)
         return {f"{n}/{k}": torch.as_tensor(v) for n, s in found.items() for k, v in s.items()}
+
+
+def train(job: Job, steps: int = 4) -> list[float]:
+    losses = []
+    for step in range(steps):
+        losses.append(job.backward(step))
+        job.update()
+    return losses
 
 
 Loop = Callable[[Job], Any]

@@ -1,0 +1,39 @@
+"""What users can rely on: growth of these sets needs a visible change here."""
+
+import typer
+
+import shardwise
+from shardwise.cli.main import app
+
+NAMES = {
+    "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError", "UsageError",
+    "clip_grad_norm_", "deferred_init", "full_grads", "full_params", "no_sync", "optim_state_dict", "presets",
+    "set_grad_divisor", "shard", "state_dict", "stats", "unshard",
+}  # fmt: skip
+COMMON = {"--help"}
+OPTIONS = {
+    "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
+    "train": {
+        "--model", "--data", "--plan", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
+        "--json",
+    },
+    "verify": {
+        "--plan", "--model", "--levels", "--workers", "--steps", "--dtype", "--global-batch", "--accumulation",
+        "--seq", "--clip", "--lr", "--seed", "--tolerance", "--json",
+    },
+}  # fmt: skip
+
+
+def test_names_of_the_package():
+    assert set(shardwise.__all__) == NAMES
+    for name in NAMES:
+        assert getattr(shardwise, name) is not None
+
+
+def test_options_of_the_command_line():
+    commands = typer.main.get_command(app).commands
+    found = {
+        name: {option for p in command.params for option in p.opts if option.startswith("--")} - COMMON
+        for name, command in commands.items()
+    }
+    assert found == OPTIONS

@@ -1,0 +1,20 @@
+"""The examples run as they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.harness import free_port
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_training_loop_learns():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+               f"--master-port={free_port()}", str(ROOT / "examples/train_loop.py")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.8 * losses[0], losses
