@@ -46,9 +46,13 @@ class Contender:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--levels", default=None, help="default: node=RANKS/2,world=2 for 4, else node=RANKS")
+    parser.add_argument(
+        "--levels", default=None, help="default: node=RANKS/2,world=2 for 4, else node=RANKS"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--model", default="gpt-small")
     parser.add_argument("--seq", type=int, default=128)
@@ -60,7 +64,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.levels = args.levels or (f"node={args.ranks // 2},world=2" if args.ranks >= 4 else f"node={args.ranks},world=1")
+    args.levels = args.levels or (
+        f"node={args.ranks // 2},world=2" if args.ranks >= 4 else f"node={args.ranks},world=1"
+    )
     names = args.contenders.split(",") if args.contenders else _default_contenders(args.ranks)
     if args.worker:
         _work(args, names)
@@ -98,8 +104,10 @@ def _launch(args: argparse.Namespace, names: list[str], what: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}",
-                   "--master-addr=127.0.0.1", f"--master-port={port}", __file__, "--worker", f"{what}:{out}",
-                   "--ranks", str(args.ranks), "--levels", args.levels, "--dtype", args.dtype, "--model", args.model,
+                   "--master-addr=127.0.0.1", f"--master-port={port}", __file__,
+                   "--worker", f"{what}:{out}",
+                   "--ranks", str(args.ranks), "--levels", args.levels, "--dtype", args.dtype,
+                   "--model", args.model,
                    "--seq", str(args.seq), "--steps", str(args.steps), "--rounds", str(args.rounds),
                    "--contenders", ",".join(names)]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -119,7 +127,10 @@ def _print_times(times: dict[str, list[float]]) -> None:
 
 
 def _print_memory(memory: dict[str, dict[str, float]]) -> None:
-    print(f"\n{'contender':<14}{'peak MB':>9}{'predicted':>11}{'ratio':>8}   (per rank, above the bare process)")
+    print(
+        f"\n{'contender':<14}{'peak MB':>9}{'predicted':>11}{'ratio':>8}"
+        "   (a rank, above the bare process)"
+    )
     for name, row in memory.items():
         predicted = row.get("predicted_mb")
         line = f"{name:<14}{row['peak_mb']:>9.0f}"
@@ -270,10 +281,16 @@ def _build_fsdp2(args: argparse.Namespace, name: str) -> Contender:
     model = _model(args)
     if name == "torch-hsdp":
         inner = int(args.levels.split(",")[0].split("=")[1])
-        mesh = init_device_mesh("cpu", (args.ranks // inner, inner), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            "cpu", (args.ranks // inner, inner), mesh_dim_names=("replicate", "shard")
+        )
     else:
         mesh = init_device_mesh("cpu", (args.ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if args.dtype == "bfloat16" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        if args.dtype == "bfloat16"
+        else MixedPrecisionPolicy()
+    )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,7 +1,7 @@
 """The plain training loop, sharded.
 
-    torchrun --nproc-per-node 2 examples/train_loop.py            # zero3
-    torchrun --nproc-per-node 4 examples/train_loop.py amsp node=2,world=2
+torchrun --nproc-per-node 2 examples/train_loop.py            # zero3
+torchrun --nproc-per-node 4 examples/train_loop.py amsp node=2,world=2
 """
 
 import os

@@ -39,7 +39,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "Override",
     "Plan",
     "PlanError",

@@ -1,4 +1,4 @@
-"""Fixtures: pools of worker processes, one a module and world size."""
+"""Fixtures: pools of worker processes, one a session and world size."""
 
 import os
 
@@ -16,16 +16,16 @@ def _pool(world: int):
     pool.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two():
     yield from _pool(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four():
     yield from _pool(4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one():
     yield from _pool(1)

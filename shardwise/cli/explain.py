@@ -22,7 +22,16 @@ from shardwise.train.metrics import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.table import Table
 
-MEMORY_TERMS = ("params", "kept", "gathered", "grads", "grad_buffers", "optim", "activations", "total")
+MEMORY_TERMS = (
+    "params",
+    "kept",
+    "gathered",
+    "grads",
+    "grad_buffers",
+    "optim",
+    "activations",
+    "total",
+)
 
 
 def explain(
@@ -223,7 +232,9 @@ def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
 
     def build() -> torch.nn.Module:
         module = build_model(ModelConfig(name=name))
-        return module.to(getattr(torch, plan.precision.compute)) if plan.precision.compute else module
+        return (
+            module.to(getattr(torch, plan.precision.compute)) if plan.precision.compute else module
+        )
 
     def run(module: torch.nn.Module) -> object:
         tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)

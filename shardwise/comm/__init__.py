@@ -1,1 +1,1 @@
-"""Process groups from the grid, lanes that run transfers beside compute, and the hops themselves."""
+"""Process groups from the grid, lanes that run transfers beside compute, and the hops."""

@@ -72,7 +72,8 @@ class ThreadLane:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join(timeout=10)
+        if self._thread is not threading.current_thread():  # which may collect a dropped model
+            self._thread.join(timeout=10)
 
     def _run(self) -> None:
         # Inference mode and grad mode are per thread: transfers must never be recorded.

@@ -23,7 +23,7 @@ depends on values (`trunc_normal_` draws until all samples fit) must not be froz
 [Note: random numbers] Each random operation has its own stream, derived from a base seed and the
 number of random operations before it in the context. The base is drawn from torch's generator on
 entry, so that `torch.manual_seed` fixes it, and two models built one after the other differ. An
-explicit generator's seed is the base of its own operations; `materialize(seed=)` does not replace it.
+explicit generator's seed is the base of its own operations: `materialize(seed=)` leaves it.
 """
 
 import functools

@@ -39,7 +39,7 @@ class Precision:
     reduce: str | None = None
     """Gradients while they travel; sums are made in the master's dtype. None: as computed."""
     master: str | None = None
-    """What the optimizer updates, and gradient accumulators. None: float32, or wider if the model is."""
+    """What the optimizer updates, and accumulators. None: float32, or wider if the model is."""
 
     def compute_dtype(self, dtype: str) -> str:
         return self.compute if self.compute and _is_float(dtype) else dtype

@@ -52,7 +52,7 @@ def hsdp(*, keep: str = "none", precision: Precision | None = None) -> Plan:
 
 
 def mics(group: str = "node", *, precision: Precision | None = None) -> Plan:
-    """MiCS: all three states cut over a group of any size, for example ``node:4`` or ``world:2``."""
+    """MiCS: all three states cut over a group of any size, such as ``node:4`` or ``world:2``."""
     return _plan("mics", group, group, group, "none", precision)
 
 

@@ -188,6 +188,8 @@ class Backward:
             while self._runtime.agree_on_reduction(None):
                 pass
         order = self._order or self._recorded + [u for u in units if u not in self._launched]
+        # The root surrounds all others, even if some rank used nothing else in this backward.
+        order = sorted(order, key=lambda unit: unit.encloses)
         for unit in order:
             if unit not in self._launched:
                 self._limit_in_flight()

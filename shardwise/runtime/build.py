@@ -14,7 +14,6 @@ from shardwise.runtime.memory import Pool, trim_heap
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
 
-
 Seeds = dict[int, int]
 """The agreed seed of each deferred tensor, by the tensor's id."""
 

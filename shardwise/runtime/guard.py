@@ -7,6 +7,8 @@ A guarded gradient is a tensor of the parameter's shape whose in-place arithmeti
 that this rank owns.
 """
 
+# ruff: noqa: SIM905 - long lists of names read better as one text
+
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -141,7 +143,8 @@ class GuardedParameter(nn.Parameter):
 def refuse_copy(name: str) -> UsageError:
     return UsageError(
         f"'{name}' cannot be copied or pickled while it is sharded: use "
-        "shardwise.state_dict(model) for its values, build a second model from them, or undo with shardwise.unshard(model)."
+        "shardwise.state_dict(model) for its values, build a second model from them, or undo with "
+        "shardwise.unshard(model)."
     )
 
 

@@ -51,14 +51,17 @@ class Walk:
         self.recording.clear()
         return self._issue(self.prefetch)
 
-    def finish_recording(self, unseen: list[int]) -> None:
-        """The recorded uses become the order; ``unseen`` units follow their neighbours in it."""
+    def record_unseen(self, units: list[int], *, descending: bool) -> None:
+        """Adds units that no rank used, each before the first that follows it in the model."""
+        sign = -1 if descending else 1
+        for unit in sorted(units, key=lambda unit: sign * unit):
+            later = (i for i, u in enumerate(self.recording) if sign * u > sign * unit)
+            self.recording.insert(next(later, len(self.recording)), unit)
+
+    def finish_recording(self) -> None:
+        """The recorded uses become the order."""
         self.order = list(self.recording)
         self.recording.clear()
-        descends = len(unseen) > 1 and unseen[0] > unseen[-1]
-        for unit in unseen:
-            after = (i for i, u in enumerate(self.order) if (u < unit if descends else u > unit))
-            self.order.insert(next(after, len(self.order)), unit)
         near = max(self.prefetch, 1)
         last_seen: dict[int, int] = {}
         self._gathers = [True] * len(self.order)
@@ -89,14 +92,13 @@ class Walk:
             self.extra += 1
             return Use(None, [], [], Hold(last=True))
         passed = [self.order[i] for i in range(self._used, position) if self._releases[i]]
-        skipped = [u for u in passed if u not in self.order[position:]]
         self.skipped += len(passed)
         self._held += passed
         given_up = self._held[:-_MAX_SKIPPED_HELD] if len(self._held) > _MAX_SKIPPED_HELD else []
         del self._held[: len(given_up)]
         self._used = position + 1
         gathers = self._issue(position + 1)
-        return Use(gathers, given_up, skipped, Hold(self._releases[position]))
+        return Use(gathers, given_up, passed, Hold(self._releases[position]))
 
     @property
     def is_fresh(self) -> bool:
@@ -117,7 +119,7 @@ class Walk:
         given_up = self._held + rest
         self._held = []
         self._used = len(self.order)
-        return Use(owed, given_up, [], Hold(last=True))
+        return Use(owed, given_up, rest, Hold(last=True))
 
     def _issue(self, until: int) -> list[int]:
         if self.order is None:
@@ -135,5 +137,5 @@ class Use:
     given_up: list[int]
     """Units that were gathered for other ranks and are not held any longer."""
     skipped: list[int]
-    """Units that this rank passed by and that do not come again in the order."""
+    """Units that this rank passed by in the order; it may still use them, out of order."""
     hold: Hold

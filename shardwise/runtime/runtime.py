@@ -18,7 +18,7 @@ from shardwise.core.errors import SyncError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Kind, Op, Phase, Trigger
 from shardwise.runtime.flat import ParamSlot, Pools
-from shardwise.runtime.order import Hold, Walk
+from shardwise.runtime.order import Hold, Use, Walk
 from shardwise.runtime.unit import State, Unit
 from shardwise.runtime.watch import Watch
 
@@ -239,13 +239,11 @@ class Runtime:
         if walk.order is None:
             while self._agree(walk, _END):
                 pass
-            walk.finish_recording(self._unseen(walk) if self._diverged else [])
+            if self._diverged:
+                walk.record_unseen(self._unseen(walk), descending=self._is_backward(walk))
+            walk.finish_recording()
             return
-        use = walk.end()
-        for index in use.gathers or []:
-            self._issue(index)
-        for index in use.given_up:
-            self._give_up(self.units[index])
+        self._advance(walk, walk.end())
         self.counters.skipped_gathers += walk.skipped
         if walk.extra:
             walk.stale = True  # the same on all ranks: every extra use was agreed on
@@ -257,10 +255,13 @@ class Runtime:
             for unit in self.units
             if unit.travels and not unit.external and unit.index not in walk.recording
         ]
-        if walk is not self._walks.get("backward"):
+        if not self._is_backward(walk):
             return units
         # What is kept in full comes to backward without a walk.
-        return [index for index in reversed(units) if self.units[index].rungs.keep > 0]
+        return [index for index in units if self.units[index].rungs.keep > 0]
+
+    def _is_backward(self, walk: Walk) -> bool:
+        return walk is self._walks.get("backward")
 
     def recover(self) -> None:
         """Brings an unfinished pass (an exception in forward or backward) to its regular end.
@@ -295,12 +296,7 @@ class Runtime:
         walk = self._backward_walk if in_autograd() else self._walk
         if walk is not None and walk.order is not None:
             use = walk.use(unit.index)
-            for index in use.given_up:
-                self._give_up(self.units[index])
-            for index in use.gathers or []:
-                self._issue(index)
-            if in_autograd():
-                self.backward.skip([self.units[index] for index in use.skipped])
+            self._advance(walk, use)
             unit.hold = use.hold
             if use.gathers is None and unit.state is State.RESTING:
                 self._agree_extra(unit)
@@ -317,6 +313,15 @@ class Runtime:
             else:
                 unit.leases += 1
         unit.settle()
+
+    def _advance(self, walk: Walk, use: Use) -> None:
+        """What a step of a walk asks for; all that others wait for comes before any waiting."""
+        for index in use.gathers or []:
+            self._issue(index)
+        if self._is_backward(walk):
+            self.backward.skip([self.units[index] for index in use.skipped])
+        for index in use.given_up:
+            self._give_up(self.units[index])
 
     def _gather_ahead(self, walk: Walk) -> None:
         for index in walk.ahead():
@@ -413,23 +418,25 @@ class Runtime:
         return self._propose(self._backward_walk, proposal, what)
 
     def _propose(self, walk: Walk | None, proposal: int, what: str) -> bool:
-        """Every rank proposes what it needs next; all of it is done, on all ranks, in one order.
+        """Every rank proposes what it needs next; all ranks do it together.
 
+        Of several units to gather, the one that comes first in the model has its turn, and who
+        needs another proposes it anew: so ranks that skip units record each unit once, in order.
         Returns whether any rank still proposed something.
         """
         proposals = self._exchange(proposal, what)
         self._diverged |= len(set(proposals)) > 1
-        wanted = sorted({p for p in proposals if p != _END})
-        for index in wanted:
-            if index >= _REDUCES:
-                self.backward.reduce_agreed(self.units[index - _REDUCES])
-                continue
+        if gathers := [p for p in proposals if _END < p < _REDUCES]:
+            backwards = walk is not None and self._is_backward(walk)
+            index = max(gathers) if backwards else min(gathers)
             if walk is not None:
                 walk.recording.append(index)
             self._issue(index)
             if index != proposal:
-                self._give_up(self.units[index])  # for others only; proposed anew if needed here
-        return bool(wanted)
+                self._give_up(self.units[index])  # for others only
+        for index in sorted({p for p in proposals if p >= _REDUCES}):
+            self.backward.reduce_agreed(self.units[index - _REDUCES])
+        return any(p != _END for p in proposals)
 
     def _agree_extra(self, unit: Unit) -> None:
         """A use beyond the order: all ranks must want the same unit now."""

@@ -1,7 +1,6 @@
 """Every legal partitioning trains like one plain process, on every grid."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import shardwise as sw

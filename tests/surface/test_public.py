@@ -33,7 +33,8 @@ def test_names_of_the_package():
 def test_options_of_the_command_line():
     commands = typer.main.get_command(app).commands
     found = {
-        name: {option for p in command.params for option in p.opts if option.startswith("--")} - COMMON
+        name: {option for p in command.params for option in p.opts if option.startswith("--")}
+        - COMMON
         for name, command in commands.items()
     }
     assert found == OPTIONS

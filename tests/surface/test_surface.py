@@ -53,7 +53,16 @@ EXPLAIN_KEYS = {
     "memory",
 }
 
-MEMORY_KEYS = {"params", "kept", "gathered", "grads", "grad_buffers", "optim", "activations", "total"}
+MEMORY_KEYS = {
+    "params",
+    "kept",
+    "gathered",
+    "grads",
+    "grad_buffers",
+    "optim",
+    "activations",
+    "total",
+}
 
 
 def test_plan_keys() -> None:
