@@ -109,6 +109,10 @@ class Walk:
         """The gathers to begin before their use; asked for when memory has just become free."""
         return self._issue(self._used + self.prefetch)
 
+    def comes_again(self, unit: int) -> bool:
+        """Whether the pass may still gather a unit; while recording, any rank may propose it."""
+        return self.order is None or unit in self.order[self._issued :]
+
     def end(self) -> "Use":
         """Ends the pass: the gathers that this rank still owes, and the claims it still holds."""
         if self.order is None:

@@ -211,9 +211,11 @@ class Runtime:
 
     def end_uses(self) -> None:
         """The first part of a backward's end: this rank uses no more units."""
-        walk, self._backward_walk = self._backward_walk, None
-        if walk is not None:
-            self._end_walk(walk)
+        if self._backward_walk is not None:
+            try:
+                self._end_walk(self._backward_walk)
+            finally:
+                self._backward_walk = None
 
     def end_backward(self) -> None:
         """The last part of a backward's end: all gradients have been reduced."""
@@ -222,12 +224,16 @@ class Runtime:
         for unit in self.units:
             unit.in_backward.clear()
             self._give_back(unit)
+            if not self._keeps_on():
+                unit.drop_kept()
         self._release_external()
 
     def _begin_walk(self, kind: str) -> Walk | None:
         if self.opened or not any(unit.travels for unit in self.units):
             return None
         walk = self._walks.setdefault(kind, Walk(self.plan.prefetch))
+        for unit in self.units:
+            unit.fix_source()
         for unit in self.units:  # root first: its forward surrounds the others'
             if unit.external and unit.travels and unit.state is State.RESTING:
                 self._gather(unit)
@@ -236,6 +242,13 @@ class Runtime:
         return walk
 
     def _end_walk(self, walk: Walk) -> None:
+        try:
+            self._finish_walk(walk)
+        finally:
+            for unit in self.units:
+                unit.release_source()
+
+    def _finish_walk(self, walk: Walk) -> None:
         if walk.order is None:
             while self._agree(walk, _END):
                 pass
@@ -366,7 +379,8 @@ class Runtime:
         if in_autograd() or self.backward.active:
             unit.free()
             self.emit(Op(Kind.FREE, unit.name))
-            if not (self.plan.keep_until == "step" and not phase.synchronises):
+            walk = self._backward_walk
+            if not self._keeps_on() and not (walk and walk.comes_again(unit.index)):
                 unit.drop_kept()
             return
         kinds = [op.kind for op in unit.ops(phase, Trigger.AFTER_FORWARD)]
@@ -377,6 +391,10 @@ class Runtime:
         if Kind.FREE in kinds:
             unit.free()
             self.emit(Op(Kind.FREE, unit.name))
+
+    def _keeps_on(self) -> bool:
+        """Whether kept rungs outlive the current backward."""
+        return self.plan.keep_until == "step" and not self.phase().synchronises
 
     def _release_external(self) -> None:
         for unit in self.units:
@@ -450,6 +468,9 @@ class Runtime:
                 "use the model's units alike, or read them inside shardwise.full_params(model)."
             )
         self.counters.extra_gathers += 1
+        # From P's own rung: what is kept of the unit may be gone already on some ranks.
+        unit.drop_kept()
+        unit.fix_source()
         self._issue(unit.index)
 
     def _exchange(self, value: int, what: str) -> list[int]:

@@ -69,9 +69,15 @@ class Unit:
         self._ops: dict[Phase, UnitOps] = {
             phase: unit_ops(spec, rungs, plan, phase, encloses=encloses) for phase in Phase
         }
+        for ops in self._ops.values():  # every rank can name every exchange of the others
+            for op in (op for some in ops.values() for op in some):
+                for flat in range(len(flats)):
+                    self._keys(op.kind, flat, op.hops)
         self.state = State.GATHERED if rungs.params == 0 else State.RESTING
         self._ticket: Ticket = DONE
         self._kept_version = -1
+        self._source: int | None = None
+        """The rung that the gathers of the current pass start from."""
         self.version = 0
         """Counts updates of the values; copies of an older version are never used."""
         # Book-keeping of uses, for runtime/runtime.py:
@@ -226,7 +232,22 @@ class Unit:
     def _parameters(self) -> Iterable[nn.Parameter]:
         return [slot.parameter for slot in self.slots]
 
+    def fix_source(self) -> None:
+        """A pass begins: all its gathers start from the rung that is held now.
+
+        Not from what this rank happens to hold when it issues one: ranks that use units
+        differently keep and drop them at other moments, and would take other hops.
+        """
+        self._source = None
+        self._source = self._source_rung()
+
+    def release_source(self) -> None:
+        """A pass is over."""
+        self._source = None
+
     def _source_rung(self) -> int:
+        if self._source is not None:
+            return self._source
         kept = self._kept_version == self.version and self.rungs.keep not in (0, self.rungs.params)
         return self.rungs.keep if kept else self.rungs.params
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,8 +90,12 @@ def the_opposite_order_later(model, rank, step):
 
 @case(Routed, plans=PLANS_HERE, steps=6)
 def layers_dropped_at_random(model, rank, step):
-    generator = torch.Generator().manual_seed(7 * step + rank)
-    return use(model, rank, step, [i for i in ALL if torch.rand((), generator=generator) > 0.4])
+    return use(model, rank, step, _random_route(7 * step + rank))
+
+
+def _random_route(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [i for i in ALL if torch.rand((), generator=generator) > 0.4]
 
 
 @case(Routed, plans=PLANS_HERE, steps=4)
@@ -168,6 +173,23 @@ def check(name: str, link: str) -> None:
 @pytest.mark.parametrize("link", LINKS)
 def test_disagreement_with_the_right_result(name, link, two):
     two.run(check, name, link)
+
+
+def layers_dropped_on_two_levels() -> None:
+    """What is kept must not depend on what a rank used: else ranks would take other hops."""
+    for seed in range(2):
+        dropped = replace(
+            CASES["layers_dropped_at_random"],
+            plans=("zero3 keep=node", "hsdp"),
+            run=lambda model, rank, step, seed=seed: use(
+                model, rank, step, _random_route(50 * seed + 7 * step + rank)
+            ),
+        )
+        check_case(dropped)
+
+
+def test_layers_dropped_on_two_levels(four):
+    four.run(layers_dropped_on_two_levels)
 
 
 # --- bounded errors -------------------------------------------------------------------------------

@@ -443,8 +443,9 @@ def test_same_numbers_as_one_process(name, two):
         ("tied_across_units_and_in_root", "called_several_times", "reentrant_checkpointing"),
         ("unused_parameters_and_skipped_units", "parameters_of_a_leaf_unit_read_elsewhere"),
         ("modules_called_without_the_model", "two_forwards_then_two_backwards", "double_backward"),
+        ("a_unit_that_the_first_pass_did_not_use", "two_backwards_through_one_graph"),
     ],
-    ids=("ties and calls", "outside", "passes"),
+    ids=("ties and calls", "outside", "passes", "beyond the order"),
 )
 def test_same_numbers_on_two_levels(names, four):
     four.run(check_on_two_levels, *names)
