@@ -30,6 +30,7 @@ MEMORY_TERMS = (
     "grad_buffers",
     "optim",
     "activations",
+    "allowance",
     "total",
 )
 

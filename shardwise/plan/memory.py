@@ -36,11 +36,18 @@ class Memory:
     activations: int = 0
     """What forward saves for backward; the caller's figure (``model.activations``)."""
 
+    allowance: int = 0
+    """What no plan controls: the largest unit's gradients while autograd makes them, a quarter of
+    the activations for their gradients and other temporaries of backward, and an eighth of the
+    optimizer states for the holes that malloc leaves between them. Rules of thumb, within 5 % of
+    the measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024."""
+
     @property
     def total(self) -> int:
         """The sum of all terms: an upper bound of what is held at once."""
         states = self.params + self.grads + self.optim
-        return states + self.kept + self.gathered + self.grad_buffers + self.activations
+        buffers = self.kept + self.gathered + self.grad_buffers
+        return states + buffers + self.activations + self.allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +99,16 @@ def memory(
         _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
         for unit in model.units
     ]
+    optim = sum(_optim(unit, optim_words) for unit in placed)
     return Memory(
         params=sum(_params(unit) for unit in placed),
         kept=sum(_kept(unit) for unit in placed[1:]),
         gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
         grads=sum(_grads(unit, accumulates) for unit in placed),
         grad_buffers=_grad_buffers(placed),
-        optim=sum(_optim(unit, optim_words) for unit in placed),
+        optim=optim,
         activations=activations,
+        allowance=_largest_gradient(placed) + activations // 4 + optim // 8,
     )
 
 
@@ -144,6 +153,13 @@ def _grad_buffers(units: list[_Placed]) -> int:
         for unit in units
     )
     return root + _pooled(inner, 2)
+
+
+def _largest_gradient(units: list[_Placed]) -> int:
+    return max(
+        sum(flat.numel * unit.dtype_bytes("compute", flat) for flat in trained_flats(unit.unit))
+        for unit in units
+    )
 
 
 def _optim(placed: _Placed, optim_words: int) -> int:

@@ -107,6 +107,7 @@ def test_mixed_precision_adds_a_master() -> None:
         grads=4 * TOTAL // 4,
         grad_buffers=2 * (ROOT + SMALL + LARGE),
         optim=3 * 4 * TOTAL // 4,
+        allowance=2 * LARGE + 3 * 4 * TOTAL // 4 // 8,
     )
     wide = Precision(compute="bfloat16", reduce="float32", master="float64")
     found = memory(presets.zero3(precision=wide), MODEL, GRID, optim_words=1)

@@ -61,6 +61,7 @@ MEMORY_KEYS = {
     "grad_buffers",
     "optim",
     "activations",
+    "allowance",
     "total",
 }
 
