@@ -1,6 +1,7 @@
 """Every legal partitioning trains like one plain process, on every grid."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import shardwise as sw
@@ -70,3 +71,43 @@ def test_parameters_equal_one_process_under_every_legal_plan(levels, kind, reque
         assert results
         worst = max(results, key=lambda item: item[1])
         assert worst[1] <= 1e-9, worst
+
+
+def check_float32(kind: str, levels: str) -> None:
+    """Losses and per-tensor gradient norms in float32, relative, under every legal plan."""
+    reference = make(KINDS[kind], torch.float32)
+    optimizer = adamw(reference)
+    losses, norms = [], []
+    for step in range(2):
+        loss = lm_loss(reference, *batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append({n: p.grad.norm().item() for n, p in reference.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    for plan in legal_plans(Topology.parse(levels)):
+        model = make(KINDS[kind], torch.float32)
+        optimizer = adamw(model)
+        sw.shard(model, optimizer, plan=_small_units(plan), levels=levels)
+        for step in range(2):
+            loss = lm_loss(model, *mine(*batch(step)))
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            assert total.item() / dist.get_world_size() == pytest.approx(losses[step], rel=1e-5)
+            largest = max(norms[step].values())
+            for name, grad in sw.full_grads(model).items():
+                expected = norms[step][name]
+                # A norm that is rounding noise (a key's bias) is compared with the largest one.
+                assert abs(grad.norm().item() - expected) <= 1e-5 * max(expected, largest / 100), (
+                    plan,
+                    name,
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+        sw.unshard(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_losses_and_gradient_norms_equal_one_process(kind, four):
+    four.run(check_float32, kind, "node=2,world=2", limit_s=200)
