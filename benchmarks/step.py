@@ -26,7 +26,6 @@ from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported
 
-PEERS = {"ddp": "torch-ddp", "fsdp2": "torch-fsdp2", "hsdp": "torch-hsdp"}
 RATIOS = [
     ("zero3", "torch-fsdp2"),
     ("hsdp", "torch-hsdp"),

@@ -21,6 +21,13 @@ class WorkerError(AssertionError):
     """What a rank raised, with its traceback."""
 
 
+def peak_rss_bytes() -> int:
+    """The largest resident size that this process has had."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))

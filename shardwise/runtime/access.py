@@ -36,6 +36,7 @@ def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[No
             _write_back(runtime, units)
         if not runtime.opened:
             runtime.release_all()
+            runtime.pools.params.trim()  # a pass needs a few of these buffers, not all
 
 
 def _write_back(runtime: Runtime, units: list[Unit]) -> None:
@@ -284,7 +285,3 @@ def _persistent_buffers(model: nn.Module) -> set[str]:
             if name not in module._non_persistent_buffers_set:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return names
-
-
-def slot_of(runtime: Runtime, parameter: nn.Parameter) -> ParamSlot:
-    return next(slot for slot in runtime.slots if slot.parameter is parameter)

@@ -24,8 +24,8 @@ _TILE_BYTES = 1 << 21
 class Pool:
     """Hands out memory by size and takes it back; buffers are reused, never grown silently.
 
-    ``held_bytes`` is what the pool owns, lent or idle; ``limit`` bounds how many buffers of one
-    size it creates, which is what the memory model predicts.
+    ``held_bytes`` is what the pool owns, lent or idle. How many buffers of a size are lent at once
+    is the runtime's choice (prefetch, gradients in flight), which the memory model knows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,11 +143,3 @@ def trim_heap() -> None:
     """Returns what malloc holds back to the system, where the C library can (glibc)."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def peak_rss_bytes() -> int:
-    """The largest resident size that this process has had."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

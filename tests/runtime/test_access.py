@@ -5,6 +5,7 @@ import io
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.plan.plan import Precision
-from shardwise.runtime.memory import peak_rss_bytes
-from tests.models import TinyGPT, adamw, batch, largest_difference, lm_loss, mine, train_plain
+from tests.harness import peak_rss_bytes
+from tests.models import TinyGPT, adamw, batch, largest_difference, lm_loss, make, mine, train_plain
 from tests.runtime.support import (
     LEVELS,
     LIMIT_S,
@@ -328,3 +329,20 @@ def test_a_deferred_model_is_never_held_in_full(two):
     for grown, parts, unit in two.run(peak_while_sharding):
         assert parts > 4 * unit
         assert grown < parts + 1.5 * unit, (grown, parts, unit)
+
+
+def full_params_gives_its_memory_back() -> tuple[int, int]:
+    model = make(TinyGPT, layers=6)
+    sw.shard(model, plan=replace(sw.presets.zero3(), min_unit_numel=1000))
+    pool = runtime_of(model).pools.params
+    with sw.full_params(model):
+        inside = pool.held_bytes
+    outside = pool.held_bytes
+    sw.unshard(model)
+    return inside, outside
+
+
+def test_full_params_gives_its_memory_back(two):
+    for inside, outside in two.run(full_params_gives_its_memory_back):
+        assert inside > 6 * 7000 * 8  # all blocks at once
+        assert outside == 0
