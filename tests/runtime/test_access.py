@@ -216,7 +216,8 @@ def unshard_and_shard_again() -> None:
             sw.shard(model, plan="zero3")
         assert sw.unshard(model) is model
         assert traces(model) == []
-        assert threading.active_count() == threads
+        # Lanes of models that earlier tests dropped may end meanwhile, but none of these stays.
+        assert threading.active_count() <= threads
         assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
         assert largest_difference(model.state_dict(), reference.state_dict()) <= 1e-9
         optimizer.state.clear()
@@ -247,7 +248,8 @@ def dropped_models_go() -> None:
             gc.collect()  # not at once: the last refresh may still run
             time.sleep(0.05)
         assert all(ref() is None for ref in gone)
-    assert threading.active_count() == threads
+    # Lanes of models that earlier tests dropped may end meanwhile, but none of these stays.
+    assert threading.active_count() <= threads
 
 
 def test_a_dropped_model_is_collected(two):
