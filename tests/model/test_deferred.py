@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError, UsageError
-from shardwise.model import deferred
 from shardwise.model.deferred import (
     deferred_init,
     deferred_seed,
@@ -23,10 +22,13 @@ from shardwise.model.deferred import (
     is_deferred,
     materialize,
     recorded_ops,
+    recorder,
 )
+from shardwise.model.deferred.history import Cell, Op
+from shardwise.model.deferred.streams import mix
 
 N = 160
-assert N * N >= deferred.MIN_NUMEL
+assert N * N >= recorder.MIN_NUMEL
 
 
 # --- The same distribution as without the context -------------------------------------------------
@@ -143,7 +145,7 @@ def assert_same_initialisation(build: Callable[[], nn.Module]) -> None:
     assert any(is_deferred(t) for t in built.values())
     for name, tensor in built.items():
         assert is_deferred(tensor) == (tensor.device.type == "meta"), name
-        assert is_deferred(tensor) or tensor.numel() < deferred.MIN_NUMEL, name
+        assert is_deferred(tensor) or tensor.numel() < recorder.MIN_NUMEL, name
         values = materialize(tensor) if is_deferred(tensor) else tensor.detach()
         assert not values.requires_grad, name
         assert values.is_contiguous(), name
@@ -248,7 +250,7 @@ def test_any_program_gives_the_values_of_eager(steps, threshold, random) -> None
 
     expected = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred, "MIN_NUMEL", threshold)
+        patch.setattr(recorder, "MIN_NUMEL", threshold)
         with deferred_init():
             pool = run()
     for i in random.sample(range(len(pool)), len(pool)):
@@ -314,7 +316,7 @@ def test_an_explicit_generator_decides() -> None:
 
 
 def test_no_two_operations_share_a_stream() -> None:
-    seeds = {deferred._mix(1234, index) % 2**32 for index in range(200_000)}
+    seeds = {mix(1234, index) % 2**32 for index in range(200_000)}
     assert len(seeds) == 200_000
 
 
@@ -512,7 +514,7 @@ def test_writes_after_the_context_are_an_error() -> None:
 
 def test_histories_die_with_their_tensors() -> None:
     def num_alive() -> int:
-        return sum(type(thing) in (deferred._Op, deferred._Cell) for thing in gc.get_objects())
+        return sum(type(thing) in (Op, Cell) for thing in gc.get_objects())
 
     gc.collect()
     gc.disable()  # reference counts alone must do it
@@ -562,7 +564,7 @@ print(num_parameters, built - start, one - built, peak() - one, weight.nbytes / 
 
 
 def test_two_billion_parameters_cost_nothing_and_one_tensor_costs_itself() -> None:
-    root = Path(deferred.__file__).parents[2]
+    root = Path(recorder.__file__).parents[3]
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=root,

@@ -17,7 +17,7 @@ from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import shardwise as sw
 from shardwise.api import runtime_of
-from shardwise.model import deferred
+from shardwise.model.deferred import recorder
 from shardwise.model.inspect import find_members, spec_of
 from shardwise.plan.presets import PRESETS
 from shardwise.runtime.unit import State
@@ -229,12 +229,12 @@ def test_embeddings_may_be_looked_up_outside_forward(name, min_unit_numel, two, 
 
 def check_deferred(name: str) -> None:
     case = CASES[name]
-    smallest, deferred.MIN_NUMEL = deferred.MIN_NUMEL, 64
+    smallest, recorder.MIN_NUMEL = recorder.MIN_NUMEL, 64
     try:
         with sw.deferred_init():
             model = make(case, seed=dist.get_rank())
     finally:
-        deferred.MIN_NUMEL = smallest
+        recorder.MIN_NUMEL = smallest
     assert any(parameter.is_meta for parameter in model.parameters())
     optimizer = adamw(model)
     sw.shard(model, optimizer, plan=plan_for(case), levels="world=2")

@@ -1,0 +1,133 @@
+"""From a history to values: runs the operations that one tensor depends on, and no others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import UsageError
+from shardwise.model.deferred.history import Layout, Lost, Op, Ref
+from shardwise.model.deferred.lookup import require
+from shardwise.model.deferred.operators import leaves, map_leaves, plain_torch, tensors_in
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+def materialize(
+    tensor: Tensor, *, device: torch.device | str = "cpu", seed: int | None = None
+) -> Tensor:
+    """The values of a deferred tensor: detached, contiguous, on `device`.
+
+    Args:
+        seed: instead of the seed of the context, so that all ranks can use rank 0's.
+    """
+    with plain_torch():
+        found = require(tensor)
+        target = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        others = [] if target.type == "cpu" else [target.index]
+        kind = target.type if others else "cuda"
+        with torch.random.fork_rng(others, device_type=kind):
+            values = _Replay(target, seed).run(found.ref)
+        return values.to(tensor.dtype)
+
+
+def recorded_ops(tensor: Tensor) -> list[str]:
+    """The operations that `materialize` would run, in order."""
+    with plain_torch():
+        return [
+            str(getattr(op.func, "_overloadpacket", op.func.__name__))
+            for op in _slice(require(tensor).ref)
+        ]
+
+
+def _slice(ref: Ref) -> list[Op]:
+    """The operations that a tensor depends on, in the order in which they were recorded."""
+    ops: dict[int, Op] = {}
+    seen: set[int] = set()
+    pending = [ref.write]
+    while pending:
+        write = pending.pop()
+        while write is not None and id(write) not in seen:
+            seen.add(id(write))
+            if write.op.order not in ops:
+                ops[write.op.order] = write.op
+                pending.extend(ref.write for ref in write.op.refs())
+            write = write.before
+    return [ops[order] for order in sorted(ops)]
+
+
+class _Replay:
+    """The storages of one replay; each is released after its last use."""
+
+    def __init__(self, device: torch.device, seed: int | None) -> None:
+        self.device = device
+        self.seed = seed
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def run(self, target: Ref) -> Tensor:
+        ops = _slice(target)
+        if blind := next((op for op in ops if leaves(Lost, op.args, op.kwargs)), None):
+            raise UsageError(
+                f"the values of a deferred tensor of shape {tuple(target.layout.size)} come "
+                f"through {blind.func} from a meta tensor that has none: give that one values, or "
+                "create it inside `deferred_init()`"
+            )
+        last_use = {ref.key: op for op in ops for ref in op.refs()}
+        last_use.pop(target.key, None)
+        for op in ops:
+            if not self._move(op, last_use):
+                self._execute(op)
+            for ref in op.refs():
+                if last_use.get(ref.key) is op:
+                    self.storages.pop(ref.key, None)
+        result = self._window(target).resolve_conj().resolve_neg()
+        if result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes:
+            return result
+        return result.clone(memory_format=torch.contiguous_format)
+
+    def _move(self, op: Op, last_use: dict[int, Op]) -> bool:
+        """A copy whose source is not needed any more takes over the memory of the source."""
+        if op.func not in _COPIES:
+            return False
+        source, output = op.args[0], op.outputs[0]
+        if not isinstance(source, Ref) or output is None or source.layout != output.layout:
+            return False
+        if last_use.get(source.key) is not op:
+            return False
+        self._window(source)
+        self.storages[output.key] = self.storages.pop(source.key)
+        return True
+
+    def _execute(self, op: Op) -> None:
+        args, kwargs = map_leaves(self._real, (op.args, op.kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = self.device
+        if op.stream:
+            op.stream.reseed(self.device, self.seed)
+        result = op.func(*args, **kwargs)
+        for ref, output in zip(op.outputs, tensors_in(result), strict=False):
+            if ref is None:
+                continue
+            if Layout.of(output) == ref.layout:
+                self.storages[ref.key] = output.untyped_storage()
+            else:  # strides of the real kernel may differ from those of the meta kernel
+                self._window(ref).copy_(output)
+
+    def _real(self, leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return self._window(leaf)
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            return leaf.to(self.device)
+        return leaf
+
+    def _window(self, ref: Ref) -> Tensor:
+        nbytes, dtype, size, stride, offset, is_conj, is_neg = ref.layout
+        if ref.key not in self.storages:
+            # Zeros where nothing was ever written, so that all ranks have the same.
+            make = torch.empty if ref.filled else torch.zeros
+            blank = make(nbytes, dtype=torch.uint8, device=self.device)
+            self.storages[ref.key] = blank.untyped_storage()
+        window = torch.empty(0, dtype=dtype, device=self.device)
+        window = window.set_(self.storages[ref.key], offset, size, stride)
+        window = torch._neg_view(window) if is_neg else window
+        return window.conj() if is_conj else window

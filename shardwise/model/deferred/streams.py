@@ -1,0 +1,58 @@
+"""Random numbers: each random operation has a stream of its own.
+
+A stream is derived from a base seed and the number of random operations before it in the context.
+The base is drawn from torch's generator on entry, so that `torch.manual_seed` fixes it, and two
+models built one after the other differ. An explicit generator's seed is the base of its own
+operations: `materialize(seed=)` leaves it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where the random numbers of one operation come from."""
+
+    base: int
+    index: int
+    pinned: bool
+    """Whether an explicit generator gave the base."""
+
+    def reseed(self, device: torch.device, base: int | None) -> None:
+        """Brings the default generators of CPU and `device` to the start of the stream.
+
+        Args:
+            base: instead of the stream's own, unless that is pinned.
+        """
+        seed = mix(self.base if self.pinned or base is None else base, self.index)
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            accelerator = torch.get_device_module(device)
+            with accelerator.device(device):
+                accelerator.manual_seed(seed)
+
+
+class Streams:
+    """Hands out the streams of one context."""
+
+    def __init__(self) -> None:
+        self.seed = int(torch.randint(2**62, ()))
+        self._num_random = 0
+
+    def next(self, generator: torch.Generator | None) -> Stream:
+        self._num_random += 1
+        base = generator.initial_seed() if generator else self.seed
+        return Stream(base, self._num_random, pinned=generator is not None)
+
+
+def mix(base: int, index: int) -> int:
+    """A seed for operation `index`. Generators on CPU use its lower 32 bits only: they come from a
+    bijection (the finaliser of murmur3), so that no two operations of a program share a stream."""
+    base = ((base ^ (base >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    base = ((base ^ (base >> 27)) * 0x94D049BB133111EB) % 2**64
+    low = (base + index) % 2**32
+    low = ((low ^ (low >> 16)) * 0x85EBCA6B) % 2**32
+    low = ((low ^ (low >> 13)) * 0xC2B2AE35) % 2**32
+    return (base >> 32 << 32) | (low ^ (low >> 16))
