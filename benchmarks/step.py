@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.bench.messages import Setting
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported
 
@@ -33,15 +35,6 @@ RATIOS = [
     ("zero2", "torch-ddp"),
     ("ddp", "torch-ddp"),
 ]
-
-
-@dataclass
-class Contender:
-    """Something that trains: one step on a batch, and a drain of what is still under way."""
-
-    name: str
-    step: Callable[[object], float]
-    drain: Callable[[], None]
 
 
 def main() -> None:
@@ -58,6 +51,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps a turn")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--contenders", default=None, help="comma-separated; default: all")
+    parser.add_argument(
+        "--native-bf16",
+        action="store_true",
+        help="let torch emulate bfloat16 where the CPU has none",
+    )
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--json", type=Path, default=None)
@@ -71,6 +69,11 @@ def main() -> None:
         _work(args, names)
         return
     result: dict[str, object] = {"options": {k: str(v) for k, v in vars(args).items()}}
+    if _in_float32(args):
+        from shardwise.bench.matmul import REMARK
+
+        result["remark"] = REMARK
+        print(REMARK)
     if not args.no_time:
         times = _launch(args, names, "time")
         result["seconds_per_step"] = times
@@ -86,6 +89,13 @@ def main() -> None:
         _print_memory(memory)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
+
+
+def _in_float32(args: argparse.Namespace) -> bool:
+    """Whether bfloat16 products are computed in float32."""
+    from shardwise.bench.matmul import has_bfloat16
+
+    return args.dtype == "bfloat16" and not args.native_bf16 and not has_bfloat16()
 
 
 def _default_contenders(ranks: int) -> list[str]:
@@ -108,7 +118,8 @@ def _launch(args: argparse.Namespace, names: list[str], what: str) -> dict:
                    "--ranks", str(args.ranks), "--levels", args.levels, "--dtype", args.dtype,
                    "--model", args.model,
                    "--seq", str(args.seq), "--steps", str(args.steps), "--rounds", str(args.rounds),
-                   "--contenders", ",".join(names)]  # fmt: skip
+                   "--contenders", ",".join(names),
+                   *(["--native-bf16"] if args.native_bf16 else [])]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, timeout=1800)
         return json.loads(out.read_text())
@@ -150,6 +161,10 @@ def _work(args: argparse.Namespace, names: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if _in_float32(args):
+        from shardwise.bench.matmul import compute_in_float32
+
+        compute_in_float32()
     dist.init_process_group("gloo")
     what, out = args.worker.split(":", 1)
     result = _time_all(args, names) if what == "time" else _measure_memory(args, names[0])
@@ -163,15 +178,18 @@ def _work(args: argparse.Namespace, names: list[str]) -> None:
 def _time_all(args: argparse.Namespace, names: list[str]) -> dict[str, list[float]]:
     import torch.distributed as dist
 
-    contenders = [_build(args, name) for name in names]
-    batches = [_batch(args, i) for i in range(args.steps)]
+    from shardwise.bench.contenders import batch, build
+
+    setting = _setting(args)
+    contenders = [build(name, setting) for name in names]
+    batches = [batch(setting, i) for i in range(args.steps)]
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(args.rounds + 1):
         for contender in contenders:
             dist.barrier()
             begin = time.perf_counter()
-            for batch in batches:
-                loss = contender.step(batch)
+            for tokens in batches:
+                loss = contender.step(tokens)
             contender.drain()
             dist.barrier()
             if turn:  # the first turn warms up, and records the order
@@ -184,12 +202,15 @@ def _time_all(args: argparse.Namespace, names: list[str]) -> dict[str, list[floa
 def _measure_memory(args: argparse.Namespace, name: str) -> dict[str, float]:
     import torch
 
+    from shardwise.bench.contenders import batch, build
+
+    setting = _setting(args)
     _warm_up()
     base = _rss_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    contender = _build(args, name)
+    contender = build(name, setting)
     for i in range(4):
-        contender.step(_batch(args, i))
+        contender.step(batch(setting, i))
     contender.drain()
     peak = torch.tensor([_rss_bytes("VmHWM") - base], dtype=torch.float64)
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
@@ -221,106 +242,22 @@ def _rss_bytes(field: str) -> int:
     raise RuntimeError(f"{field} not found")
 
 
-def _batch(args: argparse.Namespace, index: int) -> object:
-    import torch
-    import torch.distributed as dist
+def _setting(args: argparse.Namespace) -> "Setting":
+    from shardwise.bench.messages import Setting
 
-    generator = torch.Generator().manual_seed(index * 1000 + dist.get_rank())
-    return torch.randint(256, (1, args.seq + 1), generator=generator)
-
-
-def _model(args: argparse.Namespace):
-    import torch
-
-    from shardwise.train.config import ModelConfig
-    from shardwise.train.models import build_model
-
-    torch.manual_seed(0)
-    return build_model(ModelConfig(name=args.model))
-
-
-def _optimizer(model):
-    import torch
-
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def _build(args: argparse.Namespace, name: str) -> Contender:
-    builders = {"torch-ddp": _build_ddp, "torch-fsdp2": _build_fsdp2, "torch-hsdp": _build_fsdp2}
-    return builders.get(name, _build_ours)(args, name)
-
-
-def _plain_step(model, optimizer) -> Callable[[object], float]:
-    def step(batch) -> float:
-        loss = model(batch[:, :-1], labels=batch[:, 1:]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def _build_ddp(args: argparse.Namespace, name: str) -> Contender:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = _model(args)
-    if args.dtype == "bfloat16":
-        model = model.to(torch.bfloat16)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Contender(name, _plain_step(wrapped, _optimizer(wrapped)), lambda: None)
-
-
-def _build_fsdp2(args: argparse.Namespace, name: str) -> Contender:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = _model(args)
-    if name == "torch-hsdp":
-        inner = int(args.levels.split(",")[0].split("=")[1])
-        mesh = init_device_mesh(
-            "cpu", (args.ranks // inner, inner), mesh_dim_names=("replicate", "shard")
-        )
-    else:
-        mesh = init_device_mesh("cpu", (args.ranks,))
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        if args.dtype == "bfloat16"
-        else MixedPrecisionPolicy()
+    return Setting(
+        model=args.model, dtype=args.dtype, seq=args.seq, levels=args.levels, deferred=True
     )
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Contender(name, _plain_step(model, _optimizer(model)), lambda: None)
-
-
-def _build_ours(args: argparse.Namespace, name: str) -> Contender:
-    import shardwise as sw
-    from shardwise.api import runtime_of
-
-    with sw.deferred_init():
-        model = _model(args)
-    optimizer = _optimizer(model)
-    sw.shard(model, optimizer, plan=_plan(args, name), levels=args.levels)
-    return Contender(name, _plain_step(model, optimizer), runtime_of(model).grid.gathers.drain)
-
-
-def _plan(args: argparse.Namespace, name: str):
-    import shardwise as sw
-
-    precision = sw.Precision(compute="bfloat16") if args.dtype == "bfloat16" else None
-    return sw.presets.PRESETS[name](precision=precision)
 
 
 def _predict(args: argparse.Namespace, name: str) -> float:
     """What ``shardwise explain`` says."""
+    from shardwise.bench.contenders import plan_of
     from shardwise.plan import dump_plan
 
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.toml"
-        plan.write_text(dump_plan(_plan(args, name)))
+        plan.write_text(dump_plan(plan_of(name, _setting(args))))
         command = [sys.executable, "-m", "shardwise", "explain", str(plan), "--model", args.model,
                    "--levels", args.levels, "--seq", str(args.seq), "--json"]  # fmt: skip
         answer = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from shardwise.cli import bench
 from shardwise.cli.common import print_error
 from shardwise.cli.explain import explain
 from shardwise.cli.train import train
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(explain)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(requested: bool) -> None:

@@ -12,6 +12,10 @@ NAMES = {
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {
+    "bench cluster": {
+        "--nodes", "--ranks", "--rate", "--latency", "--model", "--seq", "--dtype", "--steps", "--warmup", "--rounds",
+        "--plans", "--peers", "--native-bf16", "--deepspeed-python", "--out", "--json",
+    },
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
     "train": {
         "--model", "--data", "--plan", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
@@ -31,10 +35,18 @@ def test_names_of_the_package():
 
 
 def test_options_of_the_command_line():
-    commands = typer.main.get_command(app).commands
     found = {
         name: {option for p in command.params for option in p.opts if option.startswith("--")}
         - COMMON
-        for name, command in commands.items()
+        for name, command in _commands(typer.main.get_command(app))
     }
     assert found == OPTIONS
+
+
+def _commands(group, path=()):
+    """All commands below a group, by their full names."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
