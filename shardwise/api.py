@@ -176,9 +176,16 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` over the gradients of all ranks; collective."""
-    return access.clip_grad_norm_(runtime_of(model), max_norm, float(norm_type), error_if_nonfinite)
+    """``torch.nn.utils.clip_grad_norm_`` over the gradients of all ranks; collective.
+
+    ``foreach`` as there: None takes torch's foreach kernels where the device has them, False loops
+    over tensors, True insists on them.
+    """
+    return access.clip_grad_norm_(
+        runtime_of(model), max_norm, float(norm_type), error_if_nonfinite, foreach
+    )
 
 
 def set_grad_divisor(model: nn.Module, divisor: float) -> None:
@@ -192,8 +199,12 @@ def set_grad_divisor(model: nn.Module, divisor: float) -> None:
     runtime_of(model).divisor = float(divisor)
 
 
-def stats(model: nn.Module) -> dict[str, int]:
-    """What happened beyond the plan (all zero when ranks and passes agree), and buffer memory."""
+def stats(model: nn.Module) -> dict[str, Any]:
+    """What happened beyond the plan, memory of buffers, and how ranks meet.
+
+    The counters are zero when ranks and passes agree. ``links`` says for each level whether its
+    ranks read each other's memory, send messages, or use NCCL.
+    """
     runtime = runtime_of(model)
     counters = runtime.counters
     return {
@@ -202,4 +213,6 @@ def stats(model: nn.Module) -> dict[str, int]:
         "late_reduces": counters.late_reduces,
         "param_buffers_peak_bytes": runtime.pools.params.peak_bytes,
         "grad_buffers_peak_bytes": runtime.pools.grads.peak_bytes,
+        "wire_buffers_bytes": runtime.carriers.held_bytes,
+        "links": runtime.grid.link_kinds,
     }

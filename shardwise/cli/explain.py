@@ -29,6 +29,7 @@ MEMORY_TERMS = (
     "grads",
     "grad_buffers",
     "optim",
+    "wires",
     "activations",
     "allowance",
     "total",
@@ -191,7 +192,12 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
                 "count": len(titles[op.unit].names),
                 "op": op.kind.value,
                 "hops": [
-                    {"level": hop.level, "size": hop.size, "sent_bytes": hop.sent_bytes}
+                    {
+                        "level": hop.level,
+                        "size": hop.size,
+                        "sent_bytes": hop.sent_bytes,
+                        "wire": str(hop.format) if hop.format else "raw",
+                    }
                     for hop in op.hops
                 ],
             }
@@ -341,7 +347,10 @@ def _schedule_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table
 
 
 def _hops_text(op: Op) -> str:
-    return ", ".join(f"{hop.level} {format_bytes(hop.sent_bytes)}" for hop in op.hops)
+    return ", ".join(
+        f"{hop.level} {format_bytes(hop.sent_bytes)}" + (f" as {hop.format}" if hop.format else "")
+        for hop in op.hops
+    )
 
 
 def _traffic_table(explanation: Explanation) -> "Table":

@@ -40,6 +40,8 @@ class Grid:
     control: Control
     gathers: Lane
     reduces: Lane
+    outer: Lane
+    """Runs the last hop of encoded reductions; see ``runtime/carry.py``."""
     labels: Labels
     limit_s: float
     _links: dict[tuple[str, Step], Link] = field(default_factory=dict)
@@ -54,28 +56,43 @@ class Grid:
             control=Control(world, place.rank, limit_s),
             gathers=make_lane("gather", device, world),
             reduces=make_lane("reduce", device, world),
+            outer=make_lane("outer", device, world),
             labels=Labels(),
             limit_s=limit_s,
         )
 
-    def connect(self, steps: Iterable[Step]) -> None:
-        """Makes the links of all ``steps``; every rank must call it with the same ones."""
+    def connect(self, steps: Iterable[Step], outer: Iterable[Step] = ()) -> None:
+        """Makes the links of all ``steps``; every rank must call it with the same ones.
+
+        Lanes run at once, so each has links of its own; the outer lane only on its steps.
+        """
+        last = set(outer)
         for step in sorted(set(steps), key=lambda s: (s.stride, s.size)):
             ranks = step.group(self.place.rank)
             group = self._new_group(step)
             local = self.device.type == "cpu" and readable(group, ranks, self.place.rank)
-            for lane in ("gather", "reduce"):
+            lanes = ("gather", "reduce", "outer") if step in last else ("gather", "reduce")
+            for lane in lanes:
+                if not local and lane != "gather":
+                    group = self._new_group(step)
                 self._links[lane, step] = self._make_link(group, ranks, local=local)
-                if not local and lane == "gather":
-                    group = self._new_group(step)  # lanes run at once: each needs its own
+
+    @property
+    def link_kinds(self) -> dict[str, str]:
+        """How ranks meet on each level: its links' kinds, by the level's name."""
+        kinds: dict[str, set[str]] = {}
+        for (_, step), link in self._links.items():
+            if step.size > 1:
+                kinds.setdefault(step.level, set()).add(link.kind)
+        return {level: " and ".join(sorted(found)) for level, found in kinds.items()}
 
     def link(self, lane: str, step: Step) -> Link:
         return self._links[lane, step]
 
     def end_lanes(self) -> None:
         """Ends the threads; for a model that nobody holds any more."""
-        self.gathers.close()
-        self.reduces.close()
+        for lane in (self.gathers, self.reduces, self.outer):
+            lane.close()
 
     def close(self) -> None:
         """Ends lanes, links and groups, in this order, on all ranks together."""

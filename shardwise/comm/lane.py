@@ -139,6 +139,18 @@ class _Done:
         pass
 
 
+class Chained:
+    """A ticket for work that, while it ran, began more: over when all of it is."""
+
+    def __init__(self, first: Ticket, later: list[Ticket]) -> None:
+        self._first, self._later = first, later
+
+    def wait(self) -> None:
+        self._first.wait()
+        for ticket in self._later:
+            ticket.wait()
+
+
 DONE: Ticket = _Done()
 """The ticket of work that is already over."""
 

@@ -3,7 +3,10 @@
 A hop has two verbs, both on contiguous memory cut into one piece a member:
 
 - ``gather``: every member's buffer holds its own piece; afterwards all hold all pieces.
-- ``reduce``: every member holds a whole buffer; afterwards each has the sum of its own piece.
+- ``reduce``: every member holds a whole payload; afterwards each has the sum of its own piece.
+
+What a piece looks like on the wire is a codec's affair (``wire/``): links move bytes, and ask the
+codec to add what arrived to a running total.
 
 [Note: Choice of a link]
 Measured by ``benchmarks/hops.py`` on two cores, gloo's own collectives are the slowest way to
@@ -13,22 +16,24 @@ CUDA uses NCCL's collectives, ranks of one host read each other's memory where t
 it, and everything else goes point to point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.core.errors import SyncError
 
-CHUNK_NUMEL = 1 << 16
-"""Sums run in chunks of this many elements, so that partial sums stay in cache."""
+if TYPE_CHECKING:
+    from shardwise.wire.codec import Codec
 
 
 class Link(Protocol):
     """The exchange between the members of one hop; ``key`` names what travels (see ``Labels``)."""
 
+    kind: str
+    """How members meet, in words for people."""
     size: int
     coordinate: int
 
@@ -36,11 +41,20 @@ class Link(Protocol):
         """Fills in the other members' pieces of ``buffer``."""
 
     def reduce(
-        self, buffer: torch.Tensor, out: torch.Tensor, key: int, *, scale: float, add: bool
+        self,
+        payload: torch.Tensor,
+        own: torch.Tensor,
+        out: torch.Tensor,
+        key: int,
+        codec: "Codec",
+        *,
+        scale: float,
+        add: bool,
     ) -> None:
         """``out`` becomes (or with ``add`` grows by) scale times the sum of the own piece.
 
-        ``out`` may be the own piece of ``buffer``: no other member reads that.
+        ``payload`` holds one encoded piece a member; ``own`` is this member's own piece as it is,
+        and ``out`` may be the same memory: no other member reads that.
         """
 
     def finish(self) -> None:
@@ -70,43 +84,58 @@ def pieces(buffer: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 class Summer:
-    """Sums pieces chunk by chunk, in a fixed order and at least in float32."""
+    """Sums the members' pieces chunk by chunk, in a fixed order and at least in float32."""
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._totals: dict[torch.dtype, torch.Tensor] = {}
 
-    @staticmethod
-    def chunks(numel: int) -> Sequence[slice]:
-        return [slice(i, min(i + CHUNK_NUMEL, numel)) for i in range(0, numel, CHUNK_NUMEL)]
+    def sum(
+        self,
+        arrived: Callable[[int, slice], torch.Tensor],
+        own: torch.Tensor,
+        coordinate: int,
+        size: int,
+        codec: "Codec",
+        out: torch.Tensor,
+        *,
+        scale: float,
+        add: bool,
+    ) -> None:
+        """``arrived(member, bytes)`` is a part of the payload that came from another member."""
+        dtype = torch.promote_types(own.dtype, torch.float32)
+        for elements, nbytes in codec.chunks(own.numel()):
+            total = self._total(dtype, own.device, elements.stop - elements.start)
+            for i in range(size):
+                if i == coordinate:
+                    accumulate(own[elements], total, scale=1.0, add=i > 0)
+                elif i == 0:
+                    codec.decode(arrived(i, nbytes), total)
+                else:
+                    codec.add(arrived(i, nbytes), total)
+            accumulate(total, out[elements], scale=scale, add=add)
 
-    def begin(self, first: torch.Tensor) -> torch.Tensor:
-        """A chunk's running total, begun with its first addend."""
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        return self._buffer("total", dtype)[: first.numel()].copy_(first)
+    def _total(self, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
+        total = self._totals.get(dtype)
+        if total is None or total.numel() < numel:
+            total = self._totals[dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return total[:numel]
 
-    def plus(self, total: torch.Tensor, addend: torch.Tensor) -> None:
-        if addend.dtype != total.dtype:
-            # Adding across dtypes is not vectorised; converting first is ten times as fast.
-            addend = self._buffer("addend", total.dtype)[: addend.numel()].copy_(addend)
-        total.add_(addend)
 
-    @staticmethod
-    def store(total: torch.Tensor, out: torch.Tensor, scale: float, add: bool) -> None:
-        if add:
-            out.add_(total, alpha=scale)
-        elif scale == 1.0:
-            out.copy_(total)
-        else:
-            torch.mul(total, scale, out=out)
-
-    def _buffer(self, role: str, dtype: torch.dtype) -> torch.Tensor:
-        if (role, dtype) not in self._scratch:
-            self._scratch[role, dtype] = torch.empty(CHUNK_NUMEL, dtype=dtype)
-        return self._scratch[role, dtype]
+def accumulate(value: torch.Tensor, out: torch.Tensor, *, scale: float, add: bool) -> None:
+    """``out`` becomes, or grows by, scale times a value."""
+    if add:
+        # Adding across dtypes is not vectorised; converting first is ten times as fast.
+        out.add_(value if value.dtype == out.dtype else value.to(out.dtype), alpha=scale)
+    elif scale == 1.0:
+        out.copy_(value)
+    else:
+        torch.mul(value, scale, out=out)
 
 
 class PeerLink:
     """Point-to-point messages of ``torch.distributed``; for gloo between hosts."""
+
+    kind = "messages"
 
     def __init__(
         self,
@@ -119,7 +148,7 @@ class PeerLink:
         self.size, self.coordinate = len(ranks), list(ranks).index(rank)
         self._group, self._ranks, self._rank, self._labels = group, ranks, rank, labels
         self._limit = timedelta(seconds=limit_s)
-        self._staging: dict[torch.dtype, torch.Tensor] = {}
+        self._staging = torch.empty(len(ranks) - 1, 0, dtype=torch.uint8)
         self._summer = Summer()
 
     def gather(self, buffer: torch.Tensor, key: int) -> None:
@@ -135,11 +164,18 @@ class PeerLink:
         self._wait(receives + sends, key)
 
     def reduce(
-        self, buffer: torch.Tensor, out: torch.Tensor, key: int, *, scale: float, add: bool
+        self,
+        payload: torch.Tensor,
+        own: torch.Tensor,
+        out: torch.Tensor,
+        key: int,
+        codec: "Codec",
+        *,
+        scale: float,
+        add: bool,
     ) -> None:
-        parts = pieces(buffer, self.size)
-        numel = parts[0].numel()
-        staging = self._stage(buffer.dtype, numel)
+        parts = pieces(payload, self.size)
+        staging = self._stage(parts[0].numel())
         arrived = {i: staging[k] for k, (i, _) in enumerate(self._peers())}
         receives = [
             (peer, dist.irecv(arrived[i], group=self._group, group_src=i, tag=key))
@@ -150,29 +186,25 @@ class PeerLink:
             for i, peer in self._peers()
         ]
         self._wait(receives, key)
-        arrived[self.coordinate] = parts[self.coordinate]
-        for chunk in self._summer.chunks(numel):
-            total = self._summer.begin(arrived[0][chunk])
-            for i in range(1, self.size):
-                self._summer.plus(total, arrived[i][chunk])
-            self._summer.store(total, out[chunk], scale, add)
+        self._summer.sum(
+            lambda i, nbytes: arrived[i][nbytes],
+            own, self.coordinate, self.size, codec, out, scale=scale, add=add,
+        )  # fmt: skip
         self._wait(sends, key)
 
     def finish(self) -> None:
         """Nothing to wait for: sends were awaited, and sent memory is the sender's again."""
 
     def close(self) -> None:
-        self._staging.clear()
+        self._staging = self._staging[:, :0].clone()
 
     def _peers(self) -> list[tuple[int, int]]:
         return [(i, peer) for i, peer in enumerate(self._ranks) if i != self.coordinate]
 
-    def _stage(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        staging = self._staging.get(dtype)
-        if staging is None or staging.shape[1] < numel:
-            staging = torch.empty(self.size - 1, numel, dtype=dtype)
-            self._staging[dtype] = staging
-        return staging[:, :numel]
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        if self._staging.shape[1] < nbytes:
+            self._staging = torch.empty(self.size - 1, nbytes, dtype=torch.uint8)
+        return self._staging[:, :nbytes]
 
     def _wait(self, works: Sequence[tuple[int, "dist.Work | None"]], key: int) -> None:
         for peer, work in works:
@@ -188,11 +220,14 @@ class PeerLink:
 
 
 class CollectiveLink:
-    """NCCL's own collectives; they sum in the dtype that travels."""
+    """NCCL's own collectives. Plain dtypes are summed by it; encoded pieces go all to all."""
+
+    kind = "NCCL"
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         self.size, self.coordinate = len(ranks), list(ranks).index(rank)
         self._group = group
+        self._summer = Summer()
         # The deprecated names go away in favour of *_single; take whichever this torch has.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = (
@@ -203,12 +238,32 @@ class CollectiveLink:
         self._all_gather(buffer, pieces(buffer, self.size)[self.coordinate], group=self._group)
 
     def reduce(
-        self, buffer: torch.Tensor, out: torch.Tensor, key: int, *, scale: float, add: bool
+        self,
+        payload: torch.Tensor,
+        own: torch.Tensor,
+        out: torch.Tensor,
+        key: int,
+        codec: "Codec",
+        *,
+        scale: float,
+        add: bool,
     ) -> None:
-        own = pieces(buffer, self.size)[self.coordinate]
-        self._reduce_scatter(own, buffer, group=self._group)
-        if out.data_ptr() != own.data_ptr() or scale != 1.0 or add:
-            Summer.store(own, out, scale, add)
+        if codec.dtype is own.dtype:
+            whole = payload.view(own.dtype)
+            mine = pieces(whole, self.size)[self.coordinate]
+            if mine.data_ptr() != own.data_ptr():
+                mine.copy_(own)
+            self._reduce_scatter(own, whole, group=self._group)
+            if out.data_ptr() != own.data_ptr() or scale != 1.0 or add:
+                accumulate(own, out, scale=scale, add=add)
+            return
+        arrived = torch.empty_like(payload)
+        dist.all_to_all_single(arrived, payload, group=self._group)
+        parts = pieces(arrived, self.size)
+        self._summer.sum(
+            lambda i, nbytes: parts[i][nbytes],
+            own, self.coordinate, self.size, codec, out, scale=scale, add=add,
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Streams order the buffers' reuse."""

@@ -9,18 +9,23 @@ Only on x86-64: the board relies on stores becoming visible in program order.
 """
 
 import ctypes
+import logging
 import mmap
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.link import CHUNK_NUMEL, Labels, Summer, pieces
+from shardwise.comm.link import Labels, Summer, pieces
 from shardwise.core.errors import SyncError
+
+if TYPE_CHECKING:
+    from shardwise.wire.codec import Codec
 
 _POSTED, _KEY, _ADDRESS, _FINISHED, _PID = range(5)
 _FIELDS = 8
@@ -38,6 +43,7 @@ class _TimeSpec(ctypes.Structure):
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_log = logging.getLogger("shardwise")
 
 
 class Board:
@@ -99,6 +105,8 @@ class Board:
 class LocalLink:
     """Exchanges by reading the peers' memory. See the module's docstring."""
 
+    kind = "shared memory"
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -111,7 +119,7 @@ class LocalLink:
         self._ranks, self._rank, self._labels, self._limit_s = ranks, rank, labels, limit_s
         self._board = Board(group, ranks, rank)
         self._count = 0
-        self._scratch = torch.empty(CHUNK_NUMEL * 8, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._summer = Summer()
 
     def gather(self, buffer: torch.Tensor, key: int) -> None:
@@ -124,27 +132,28 @@ class LocalLink:
         self._board.announce(self.coordinate, _FINISHED, self._count)
 
     def reduce(
-        self, buffer: torch.Tensor, out: torch.Tensor, key: int, *, scale: float, add: bool
+        self,
+        payload: torch.Tensor,
+        own: torch.Tensor,
+        out: torch.Tensor,
+        key: int,
+        codec: "Codec",
+        *,
+        scale: float,
+        add: bool,
     ) -> None:
-        own = pieces(buffer, self.size)[self.coordinate]
-        self._post(buffer.data_ptr(), key)
-        offset = self.coordinate * own.nbytes
+        self._post(payload.data_ptr(), key)
+        offset = self.coordinate * (payload.nbytes // self.size)
         addresses = {i: self._await_post(i, key) + offset for i in self._others()}
-        scratch = self._scratch.view(own.dtype)
-        for chunk in self._summer.chunks(own.numel()):
-            numel = chunk.stop - chunk.start
 
-            def addend(i: int, chunk: slice = chunk, numel: int = numel) -> torch.Tensor:
-                if i == self.coordinate:
-                    return own[chunk]
-                start = chunk.start * own.itemsize
-                self._read(i, addresses[i] + start, scratch.data_ptr(), numel * own.itemsize)
-                return scratch[:numel]
+        def arrived(member: int, nbytes: slice) -> torch.Tensor:
+            count = nbytes.stop - nbytes.start
+            if self._scratch.numel() < count:
+                self._scratch = torch.empty(count, dtype=torch.uint8)
+            self._read(member, addresses[member] + nbytes.start, self._scratch.data_ptr(), count)
+            return self._scratch[:count]
 
-            total = self._summer.begin(addend(0))
-            for i in range(1, self.size):
-                self._summer.plus(total, addend(i))
-            self._summer.store(total, out[chunk], scale, add)
+        self._summer.sum(arrived, own, self.coordinate, self.size, codec, out, scale=scale, add=add)
         self._board.announce(self.coordinate, _FINISHED, self._count)
 
     def finish(self) -> None:
@@ -212,13 +221,17 @@ class LocalLink:
 
 
 def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
-    """Whether all members are on one host and may read each other's memory; collective."""
+    """Whether all members are on one host and may read each other's memory; collective.
+
+    Where they share a host and may not, rank 0 of the group says so: such hops are slower.
+    """
     probe = torch.full((16,), rank, dtype=torch.int64)
     mine = (_host_identity(), os.getpid(), probe.data_ptr())
     seen: list[tuple[str, int, int] | None] = [None] * len(ranks)
     _allow_reading()
     dist.all_gather_object(seen, mine, group=group)
-    good = _supported() and all(peer is not None and peer[0] == mine[0] for peer in seen)
+    together = all(peer is not None and peer[0] == mine[0] for peer in seen)
+    good = together and _supported()
     target = torch.empty_like(probe)
     if good:
         for peer, rank_there in zip(seen, ranks, strict=True):
@@ -227,6 +240,12 @@ def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
             good &= count == target.nbytes and bool((target == rank_there).all())
     verdicts: list[bool | None] = [None] * len(ranks)
     dist.all_gather_object(verdicts, good, group=group)
+    if together and not all(verdicts) and rank == ranks[0]:
+        _log.warning(
+            "Ranks %s share a host but may not read each other's memory (process_vm_readv: ptrace "
+            "rules, other users, or not x86-64), so their hops go by messages, which is slower.",
+            ", ".join(map(str, ranks)),
+        )
     return all(verdicts)
 
 

@@ -13,6 +13,9 @@ from shardwise.core.topology import Interval
 ALIGN = 16
 """Every rank's part is a multiple of this many elements, so that parts start on cache lines."""
 
+BLOCK_ALIGN = 256
+"""Large parts are a multiple of this: then they hold whole blocks of the usual wire formats."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
@@ -83,7 +86,8 @@ def padded(numel: int, world: int) -> int:
     >>> padded(100, 4)
     128
     """
-    quantum = ALIGN * world
+    large = numel >= 64 * BLOCK_ALIGN * world  # so that padding stays below two percent
+    quantum = (BLOCK_ALIGN if large else ALIGN) * world
     return max(1, -(-numel // quantum)) * quantum
 
 

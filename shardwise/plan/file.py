@@ -30,9 +30,10 @@ class _Table(BaseModel):
 
 
 class StateTable(_Table):
-    """``[params]``, ``[grads]`` or ``[optim]``."""
+    """``[params]``, ``[grads]`` or ``[optim]``; what is absent is the preset's."""
 
-    spread: str
+    spread: str | None = None
+    wire: str | None = None
 
 
 class PrecisionTable(_Table):
@@ -163,14 +164,18 @@ def dump_plan(plan: Plan) -> str:
     return tomli_w.dumps(table)
 
 
-def _plain(value: Any) -> Any:
-    """A field's value in TOML's types; None is left out."""
+def _plain(value: Any, *, inherits: bool = False) -> Any:
+    """A field's value in TOML's types; what says nothing is left out.
+
+    A raw wire says nothing, except in an override, where an absent one ``inherits`` the plan's.
+    """
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, inherits=isinstance(item, Override)) for item in value]
     if not hasattr(value, "__dataclass_fields__"):
         return value
+    nothing = (None,) if inherits else (None, "")
     items = ((field.name, getattr(value, field.name)) for field in fields(value))
-    return {name: _plain(item) for name, item in items if item is not None}
+    return {name: _plain(item, inherits=inherits) for name, item in items if item not in nothing}
 
 
 def _apply(table: PlanTable, base: Plan) -> Plan:
@@ -180,22 +185,25 @@ def _apply(table: PlanTable, base: Plan) -> Plan:
         for name in ("name", "keep", "keep_until", "prefetch", "min_unit_numel")
         if (value := getattr(table, name)) is not None
     }
-    changes |= _states(table)
+    changes |= _states(table, base)
     if table.precision is not None:
         chosen = table.precision.model_dump(exclude_none=True)
         changes["precision"] = replace(base.precision, **chosen)
     if table.units is not None:
         changes["units"] = tuple(table.units)
-    if table.overrides is not None:
-        changes["overrides"] = tuple(
-            Override(unit=item.unit, keep=item.keep, **_states(item)) for item in table.overrides
-        )
-    return replace(base, **changes)
+    plan = replace(base, **changes)
+    if table.overrides is None:
+        return plan
+    overrides = (
+        Override(unit=item.unit, keep=item.keep, **_states(item, plan)) for item in table.overrides
+    )
+    return replace(plan, overrides=tuple(overrides))
 
 
-def _states(table: PlanTable | OverrideTable) -> dict[str, StatePlan]:
+def _states(table: PlanTable | OverrideTable, base: Plan) -> dict[str, StatePlan]:
+    """The states that a table changes; what it leaves out stays as in ``base``."""
     return {
-        name: StatePlan(spread=state.spread)
+        name: replace(getattr(base, name), **state.model_dump(exclude_none=True))
         for name in STATES
         if (state := getattr(table, name)) is not None
     }

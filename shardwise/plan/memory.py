@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
-from shardwise.plan.plan import Plan, Rungs, resolve
-from shardwise.plan.schedule import trained_flats
+from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve
+from shardwise.plan.schedule import chunk_columns, outer_step, payload_bytes, trained_flats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,11 @@ class Memory:
     """trained flats in full * bytes(reduce): root's, which fills during the whole backward, and
     two of each size of inner units: one filled by backward while the other travels."""
     optim: int
-    """sum over trained flats: (optim_words + 1 if master differs from compute) * numel / parts[OS]
+    """sum over trained flats: (optim_words + 1 if there is a master copy) * numel / parts[OS]
     * bytes(master)."""
+    wires: int = 0
+    """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
+    (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
     activations: int = 0
     """What forward saves for backward; the caller's figure (``model.activations``)."""
 
@@ -46,7 +49,7 @@ class Memory:
     def total(self) -> int:
         """The sum of all terms: an upper bound of what is held at once."""
         states = self.params + self.grads + self.optim
-        buffers = self.kept + self.gathered + self.grad_buffers
+        buffers = self.kept + self.gathered + self.grad_buffers + self.wires
         return states + buffers + self.activations + self.allowance
 
 
@@ -107,6 +110,9 @@ def memory(
         grads=sum(_grads(unit, accumulates) for unit in placed),
         grad_buffers=_grad_buffers(placed),
         optim=optim,
+        wires=_climbs(placed)
+        + _reductions(placed, accumulates)
+        + sum(_residuals(unit) for unit in placed),
         activations=activations,
         allowance=_largest_gradient(placed) + activations // 4 + optim // 8,
     )
@@ -164,8 +170,7 @@ def _largest_gradient(units: list[_Placed]) -> int:
 
 def _optim(placed: _Placed, optim_words: int) -> int:
     def words(flat: FlatSpec) -> int:
-        has_master = placed.dtype("master", flat) != placed.dtype("compute", flat)
-        return optim_words + has_master
+        return optim_words + has_master(placed.plan, placed.rungs, flat.dtype)
 
     return sum(
         words(flat)
@@ -173,3 +178,61 @@ def _optim(placed: _Placed, optim_words: int) -> int:
         * placed.dtype_bytes("master", flat)
         for flat in trained_flats(placed.unit)
     )
+
+
+def _climbs(units: list[_Placed]) -> int:
+    """The longest payload of a gather or a refresh, and the longest difference."""
+    payloads, differences = [0], [0]
+    for unit in units:
+        rungs, steps = unit.rungs, unit.rungs.ladder.steps
+        climbs = ((0, rungs.params, "params"), (rungs.params, rungs.optim, "optim"))
+        for flat in unit.unit.flats:
+            for top, bottom, state in climbs:
+                dtype = unit.dtype("compute", flat)
+                wire = getattr(unit.plan, state).wire
+                for rung in range(top, bottom):
+                    format = format_of(wire, steps[rung], dtype)
+                    if format is None or steps[rung].size == 1:
+                        continue
+                    payloads.append(payload_bytes(flat, rungs, rung, dtype, format))
+                    if format.delta:
+                        words = unit.dtype_bytes("master", flat)
+                        differences.append(unit.part_numel(flat, rungs.optim) * words)
+    return max(payloads) + max(differences)
+
+
+def _reductions(units: list[_Placed], accumulates: bool) -> int:
+    """Chunks of the longest encoded reduction: values in float32, and payloads of their hops."""
+    needed = [0]
+    for unit in units:
+        rungs = unit.rungs
+        outer = outer_step(unit.unit, rungs, unit.plan)
+        for flat in trained_flats(unit.unit):
+            dtype = unit.dtype("reduce", flat)
+            granule = flat.numel // rungs.granules
+            columns = next(chunk_columns(granule, rungs.granules))
+            share = columns.stop / granule
+            payloads = {
+                index: payload_bytes(flat, rungs, index, dtype, format)
+                for index, step in enumerate(rungs.ladder.steps)
+                if step.size > 1 and (format := format_of(unit.plan.grads.wire, step, dtype))
+            }
+            if not payloads:
+                continue
+            inner = [size for index, size in payloads.items() if index != outer]
+            travelling = max(inner, default=0) + payloads.get(-1 if outer is None else outer, 0)
+            buffers = 1 if outer is None else 2 + accumulates
+            values = buffers * flat.numel * max(4, DTYPE_BYTES[dtype])
+            needed.append(int(share * (values + travelling)))
+    return max(needed)
+
+
+def _residuals(placed: _Placed) -> int:
+    """What error feedback keeps of every trained flat."""
+    total = 0
+    for step in [step for step in placed.rungs.ladder.steps if step.size > 1][-1:]:
+        for flat in trained_flats(placed.unit):
+            format = format_of(placed.plan.grads.wire, step, placed.dtype("reduce", flat))
+            if format is not None and format.feedback:
+                total += (step.size - 1) * (flat.numel // placed.rungs.granules) * 4
+    return total

@@ -11,13 +11,15 @@ reduce    gradients descend from rung 0 to OS's rung, summed at each hop
 refresh   updated parameters climb from OS's rung to P's
 keep      the rung of P that survives between forward and backward
 master    the copy of the parameters that the optimizer updates, when its dtype differs
+wire      the format in which a state travels on a hop (core/wire.py); raw unless the plan says so
 """
 
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from shardwise.core.layout import DTYPE_BYTES
-from shardwise.core.topology import Ladder, Topology
+from shardwise.core.topology import Ladder, Step, Topology
+from shardwise.core.wire import Format, Wire
 
 KEEP_UNTIL = ("backward", "step")
 
@@ -28,6 +30,11 @@ class StatePlan:
 
     spread: str = "none"
     """``none``, the name of a level, or ``level:n`` to stop inside a level."""
+    wire: str = ""
+    """How the state travels: ``int8`` on every hop, ``int4,node=int8`` by level, nothing: as it is.
+
+    P's wire is that of its gathers, G's of reductions (and of the way back to replicas), OS's of
+    the refresh. The options are in ``core/wire.py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +122,31 @@ class Rungs:
     @property
     def bottom(self) -> int:
         return self.ladder.bottom
+
+    @property
+    def granules(self) -> int:
+        """Parts of the bottom rung: blocks of a wire format never straddle them."""
+        return self.ladder.parts[self.bottom]
+
+
+def format_of(wire: str, step: Step, dtype: str) -> Format | None:
+    """The format in which a state of ``dtype`` travels on a step; None: as it is."""
+    if not _is_float(dtype):
+        return None  # numbers that are not floats have no lossy form
+    return Wire.parse(wire).at(step.level, innermost=step.stride == 1)
+
+
+def has_master(plan: Plan, rungs: Rungs, dtype: str) -> bool:
+    """Whether the optimizer updates a copy of its own, rather than P's memory.
+
+    It needs one where the dtypes differ, and where a lossy refresh tells others (and, so that all
+    replicas hold equal bits, this rank as well) something else than the exact new values.
+    """
+    precision = plan.precision
+    if precision.master_dtype(dtype) != precision.compute_dtype(dtype):
+        return True
+    climb = rungs.ladder.steps[rungs.params : rungs.optim]
+    return any(format_of(plan.optim.wire, step, dtype) for step in climb if step.size > 1)
 
 
 def keep_factor(plan: Plan, topology: Topology) -> int:

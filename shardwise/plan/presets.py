@@ -1,10 +1,23 @@
 """Strategies by name: each a small function that returns a Plan. Nothing else knows a 'stage'."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from shardwise.plan.plan import Plan, Precision, StatePlan
 
-__all__ = ["PRESETS", "amsp", "ddp", "fsdp", "hsdp", "mics", "zero1", "zero2", "zero3"]
+__all__ = [
+    "PRESETS",
+    "amsp",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "lean",
+    "mics",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zeropp",
+]
 
 
 def _plan(
@@ -61,7 +74,39 @@ def amsp(*, precision: Precision | None = None) -> Plan:
     return _plan("amsp", "node", "node", "world", "none", precision)
 
 
+def zeropp(*, precision: Precision | None = None) -> Plan:
+    """ZeRO++: zero3 with int8 gathers, a second partition in the node, and reductions in few bits.
+
+    Gradients travel as int8 inside a node and as int4 between nodes.
+    """
+    plan = zero3(keep="node", precision=precision)
+    return replace(
+        plan,
+        name="zeropp",
+        params=replace(plan.params, wire="int8"),
+        grads=replace(plan.grads, wire=_FEW_BITS),
+    )
+
+
+def lean(*, precision: Precision | None = None) -> Plan:
+    """The least on the slow link: amsp, whose gradients and weight updates leave a node as int4.
+
+    What is refreshed after a step is the difference to the weights that the node still has.
+    """
+    plan = amsp(precision=precision)
+    return replace(
+        plan,
+        name="lean",
+        grads=replace(plan.grads, wire=_FEW_BITS),
+        optim=replace(plan.optim, wire="int4/delta"),
+    )
+
+
+_FEW_BITS = "int4,node=int8"
+"""int4 on every hop of a gradient loses quality; int8 on the first, in the node, keeps it."""
+
 PRESETS: dict[str, Callable[[], Plan]] = {
-    preset.__name__: preset for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, mics, amsp)
+    preset.__name__: preset
+    for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, mics, amsp, zeropp, lean)
 }
 """Presets by name, as the command line and plan files know them."""

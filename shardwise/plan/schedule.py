@@ -4,13 +4,14 @@ One schedule, two interpreters: at run time hooks fire the triggers and the runt
 operations; ``explain`` (and the simulator) walk the expected order and price them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
-from shardwise.plan.plan import Plan, Rungs, resolve
+from shardwise.core.wire import BLOCKS, Format, wire_bytes
+from shardwise.plan.plan import Plan, Rungs, format_of, resolve
 
 
 class Phase(StrEnum):
@@ -76,6 +77,8 @@ class Hop:
     size: int
     sent_bytes: int
     """What each rank sends (and receives) on this hop."""
+    format: Format | None = None
+    """The wire format; None: every flat as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +197,17 @@ def _after_forward(unit: UnitSpec, from_rung: int, kept: int, phase: Phase) -> t
 def _grads_ready(
     unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan, phase: Phase
 ) -> tuple[Op, ...]:
-    precision = plan.precision
+    precision, wire = plan.precision, plan.grads.wire
     sizes = [(flat, precision.reduce_dtype(flat.dtype)) for flat in flats]
     if not phase.synchronises:
-        return (Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.grads)),)
+        return (Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.grads, wire)),)
     # Replicas of OS's part reduce on to the bottom and gather back, so that each element is
     # summed in exactly one place and every replica gets the same bits.
-    down = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom))
+    down = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom, wire))
     if rungs.optim == rungs.bottom:
         return (down,)
     masters = [(flat, precision.master_dtype(flat.dtype)) for flat in flats]
-    up = tuple(reversed(_hops(masters, rungs, rungs.optim, rungs.bottom)))
+    up = tuple(reversed(_hops(masters, rungs, rungs.optim, rungs.bottom, wire)))
     return (down, Op(Kind.SPREAD, unit.name, up))
 
 
@@ -213,30 +216,69 @@ def _step(unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan)
     if rungs.params == rungs.optim:
         return (step,)
     sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in flats]
-    climb = tuple(reversed(_hops(sizes, rungs, rungs.params, rungs.optim)))
+    climb = tuple(reversed(_hops(sizes, rungs, rungs.params, rungs.optim, plan.optim.wire)))
     return (step, Op(Kind.REFRESH, unit.name, climb))
 
 
-def gather_op(unit: UnitSpec, rungs: Rungs, plan: Plan, from_rung: int) -> Op | None:
-    """The climb from a rung to the full buffer; None where there is nothing to climb."""
+def gather_op(
+    unit: UnitSpec, rungs: Rungs, plan: Plan, from_rung: int, *, exact: bool = False
+) -> Op | None:
+    """The climb from a rung to the full buffer; None where there is nothing to climb.
+
+    ``exact`` is for people who look at values, or change them: nothing is lost on the way.
+    """
     if from_rung == 0:
         return None
     sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in unit.flats]
-    return Op(Kind.GATHER, unit.name, tuple(reversed(_hops(sizes, rungs, 0, from_rung))))
+    wire = "" if exact else plan.params.wire
+    return Op(Kind.GATHER, unit.name, tuple(reversed(_hops(sizes, rungs, 0, from_rung, wire))))
+
+
+def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
+    """The last hop of an encoded reduction of several: it overlaps the inner hops of later chunks.
+
+    None where nothing is encoded, and where replicas get the sums back: they wait for it.
+    """
+    ready = unit_ops(unit, rungs, plan, Phase.ONLY, encloses=False)[Trigger.GRADS_READY]
+    hops = ready[0].hops if len(ready) == 1 else ()
+    return hops[-1].step if len(hops) > 1 and any(hop.format for hop in hops) else None
+
+
+CHUNK_NUMEL = 1 << 22
+"""Elements of a chunk of an encoded reduction: long for the link, short enough to overlap."""
+
+
+def chunk_columns(granule: int, rows: int) -> Iterator[slice]:
+    """Cuts granules so that chunks of ``rows`` of them are not much longer than CHUNK_NUMEL."""
+    width = max(1, CHUNK_NUMEL // rows // BLOCKS[-1]) * BLOCKS[-1]  # which cuts no block
+    for start in range(0, granule, width):
+        yield slice(start, min(start + width, granule))
+
+
+def payload_bytes(
+    flat: FlatSpec, rungs: Rungs, rung: int, dtype: str, format: Format | None
+) -> int:
+    """One part of a flat on a rung, as it travels."""
+    parts = rungs.ladder.parts[rung]
+    if format is None:
+        return flat.numel // parts * DTYPE_BYTES[dtype]
+    return rungs.granules // parts * wire_bytes(format, flat.numel // rungs.granules)
 
 
 def _hops(
-    sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, top: int, bottom: int
+    sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, top: int, bottom: int, wire: str
 ) -> tuple[Hop, ...]:
     """The hops between two rungs, from the top down."""
-    ladder = rungs.ladder
     hops = []
     for index in range(top, bottom):
-        step = ladder.steps[index]
+        step = rungs.ladder.steps[index]
         if step.size == 1:
             continue
+        formats = [format_of(wire, step, dtype) for _, dtype in sizes]
         part_bytes = sum(
-            flat.numel // ladder.parts[index + 1] * DTYPE_BYTES[dtype] for flat, dtype in sizes
+            payload_bytes(flat, rungs, index + 1, dtype, format)
+            for (flat, dtype), format in zip(sizes, formats, strict=True)
         )
-        hops.append(Hop(index, step.level, step.size, (step.size - 1) * part_bytes))
+        sent = (step.size - 1) * part_bytes
+        hops.append(Hop(index, step.level, step.size, sent, next(filter(None, formats), None)))
     return tuple(hops)

@@ -15,7 +15,8 @@ from itertools import product
 from shardwise.core.errors import PlanError
 from shardwise.core.layout import DTYPE_BYTES, ModelSpec
 from shardwise.core.topology import Topology, divisors
-from shardwise.plan.plan import KEEP_UNTIL, Override, Plan, StatePlan
+from shardwise.core.wire import Wire
+from shardwise.plan.plan import KEEP_UNTIL, Override, Plan, StatePlan, format_of, resolve
 
 STEP_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that a step can compute, reduce and update in."""
@@ -40,8 +41,14 @@ def violations(plan: Plan, topology: Topology, model: ModelSpec | None = None) -
     []
     """
     found = value_violations(plan)
+    readable = not found  # what a wire's text means is asked only if it means something
     for where, resolved in _cases(plan, model):
-        found += [f"{where}{sentence}" for sentence in _space_violations(resolved, topology)]
+        sentences = _space_violations(resolved, topology)
+        if readable:
+            sentences += _wire_violations(resolved, topology)
+            if not sentences:
+                sentences += _delta_violations(replace(resolved, overrides=()), topology)
+        found += [f"{where}{sentence}" for sentence in sentences]
     if model is not None:
         found += _unmatched(plan, model)
     return list(dict.fromkeys(found))
@@ -49,7 +56,13 @@ def violations(plan: Plan, topology: Topology, model: ModelSpec | None = None) -
 
 def value_violations(plan: Plan) -> list[str]:
     """The violations that need no topology: words, numbers and patterns."""
-    return [*_keep_until(plan), *_precision(plan), *_numbers(plan), *_patterns(plan)]
+    return [
+        *_keep_until(plan),
+        *_precision(plan),
+        *_numbers(plan),
+        *_patterns(plan),
+        *_wire_options(plan),
+    ]
 
 
 def spreads(topology: Topology) -> dict[int, str]:
@@ -198,6 +211,77 @@ def _precision(plan: Plan) -> list[str]:
             "the optimizer would round what forward needs; use at least as wide a master."
         )
     return found
+
+
+def _states(plan: Plan) -> Iterator[tuple[str, StatePlan]]:
+    """The states of a plan and its overrides, each with the key that names it."""
+    for name in ("params", "grads", "optim"):
+        yield name, getattr(plan, name)
+        for override in plan.overrides:
+            if (state := getattr(override, name)) is not None:
+                yield name, state
+
+
+def _wire_options(plan: Plan) -> list[str]:
+    """Formats that cannot be read, and options on a state that they mean nothing to."""
+    found = []
+    for name, state in _states(plan):
+        try:
+            formats = Wire.parse(state.wire).formats
+        except PlanError as error:
+            found.append(f"{name}.wire: {error}")
+            continue
+        for format in formats:
+            if format.feedback and name != "grads":
+                found.append(
+                    f"{name}.wire '{state.wire}' has error feedback, which only gradients have; "
+                    "use it in grads.wire, or leave it away."
+                )
+            if format.delta and name != "optim":
+                found.append(
+                    f"{name}.wire '{state.wire}' sends differences, which only the refresh has; "
+                    "use delta in optim.wire, or leave it away."
+                )
+    return found
+
+
+def _wire_violations(plan: Plan, topology: Topology) -> list[str]:
+    """Wires that name no level, and options on hops that cannot have them."""
+    found = []
+    levels = [level.name for level in topology.levels]
+    for name in ("params", "grads", "optim"):
+        wire = Wire.parse(getattr(plan, name).wire)
+        for level in wire.levels:
+            if level not in (*levels, "node", "world"):
+                hint = _nearest(level, levels) or f"use {' or '.join(levels)}."
+                found.append(f"{name}.wire '{wire}' names no level '{level}' of {topology}; {hint}")
+    feedback = [
+        level.name
+        for index, level in enumerate(topology.levels[:-1])
+        if (format := Wire.parse(plan.grads.wire).at(level.name, innermost=index == 0))
+        and format.feedback
+    ]
+    if feedback:
+        found.append(
+            f"grads.wire '{plan.grads.wire}' has error feedback on level {feedback[0]}, where it "
+            "would need memory for whole gradients; "
+            f"use it on the outermost level ({levels[-1]}) only."
+        )
+    return found
+
+
+def _delta_violations(plan: Plan, topology: Topology) -> list[str]:
+    """Differences can only be taken from where the refresh begins, and must go on as they are."""
+    rungs = resolve(plan, topology, "")
+    steps = [s for s in rungs.ladder.steps[rungs.params : rungs.optim] if s.size > 1]
+    formats = [format_of(plan.optim.wire, step, "float32") for step in reversed(steps)]
+    deltas = [index for index, format in enumerate(formats) if format and format.delta]
+    if not deltas or (deltas == list(range(len(deltas))) and len(set(formats[: len(deltas)])) == 1):
+        return []
+    return [
+        f"optim.wire '{plan.optim.wire}' sends differences on a level that gets new values from "
+        "another one; use one format with delta from the outermost level of the refresh on."
+    ]
 
 
 def _numbers(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Hop
@@ -25,7 +26,7 @@ def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[No
     units = [u for u in runtime.units if any(slot.parameter in inside for slot in u.slots)]
     for unit in units:
         if unit.travels and unit.state is State.RESTING:
-            unit.gather()
+            unit.gather(exact=True)
         unit.settle()
     runtime.opened += 1
     try:
@@ -59,15 +60,19 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
 
 
 def _take(slot: ParamSlot, value: torch.Tensor) -> None:
-    """Writes a parameter, but leaves a wider master alone where it rounds to that value already."""
-    master, compute = slot.master_part(), slot.flat.dtypes.compute
-    if master is None or master.dtype == compute:
-        slot.flat.write(slot.spec, value)
+    """Writes a parameter, but leaves a master of its own alone where the value did not change."""
+    flat, master = slot.flat, slot.master_part()
+    if master is None or not flat.has_master:
+        flat.write(slot.spec, value)
         return
-    before = master.clone()
-    slot.flat.write(slot.spec, value)
-    unchanged = before.to(compute) == master.to(compute)
-    master.copy_(torch.where(unchanged, before, master))
+    exact = master.clone()
+    # Where P rests in full, its memory is what the user wrote to; the master still knows.
+    before = slot.of(flat.part, flat.part_at) if slot.unit.travels else None
+    own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
+    old = exact.to(flat.dtypes.compute) if before is None else before[own].clone()
+    flat.write(slot.spec, value)
+    unchanged = old == master.to(flat.dtypes.compute)
+    master.copy_(torch.where(unchanged, exact, master))
 
 
 def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str, torch.Tensor]:
@@ -96,7 +101,7 @@ def _gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
     """One unit in full, for a moment."""
     resting = unit.state is State.RESTING
     if resting:
-        unit.gather()
+        unit.gather(exact=True)
     unit.settle()
     try:
         yield
@@ -223,18 +228,23 @@ def _collect_state(
 
 
 def clip_grad_norm_(
-    runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    runtime: Runtime,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is at most ``max_norm``; returns the norm."""
     if not norm_type > 0:
         raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
+    foreach = _takes_foreach(runtime, foreach)
     runtime.require_idle("clip_grad_norm_")
     grads.read(runtime)
     if runtime.accumulated:
         raise UsageError(
             "clip_grad_norm_ after a backward under no_sync: gradients are not reduced yet."
         )
-    total = _total_norm(runtime, norm_type)
+    total = _total_norm(runtime, norm_type, foreach)
     if error_if_nonfinite and not torch.isfinite(total):
         raise UsageError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they "
@@ -243,8 +253,30 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
     parts = [part for unit in runtime.units for part in _grad_parts(unit)]
     if parts and factor != 1.0:
-        torch._foreach_mul_(parts, factor)
+        if foreach:
+            torch._foreach_mul_(parts, factor)
+        else:
+            for part in parts:
+                part.mul_(factor)
     return total
+
+
+def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
+    """Whether torch's foreach kernels run: as chosen, or by default where the device has them.
+
+    Decided by the devices of all parts, also of empty ones, so that ranks decide alike.
+    """
+    if chosen is False:
+        return False
+    devices = {flat.part.device for unit in runtime.units for flat in unit.trained}
+    lacking = sorted({d.type for d in devices if not _device_has_foreach_support(d)})
+    if chosen and lacking:
+        raise UsageError(
+            f"clip_grad_norm_(foreach=True), but torch has no foreach kernels for "
+            f"{', '.join(lacking)} tensors; pass foreach=False, or None to take them where they "
+            "exist."
+        )
+    return not lacking
 
 
 def _grad_parts(unit: Unit) -> list[torch.Tensor]:
@@ -253,7 +285,7 @@ def _grad_parts(unit: Unit) -> list[torch.Tensor]:
     return [part for part in parts if part is not None]
 
 
-def _total_norm(runtime: Runtime, norm_type: float) -> torch.Tensor:
+def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tensor:
     """Every element counted once: only the first replica of each part contributes."""
     rank, infinite = runtime.grid.place.rank, norm_type == float("inf")
     counted = [
@@ -262,8 +294,12 @@ def _total_norm(runtime: Runtime, norm_type: float) -> torch.Tensor:
         if _is_first_replica(unit, rank)
         for part in _grad_parts(unit)
     ]
-    norms = [n.double().cpu() for n in torch._foreach_norm(counted, norm_type)] if counted else []
-    local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    if foreach and counted:
+        norms = list(torch._foreach_norm(counted, norm_type))
+    else:
+        norms = [torch.linalg.vector_norm(part, norm_type) for part in counted]
+    zero = torch.zeros((), dtype=torch.float64)
+    local = torch.stack([zero, *(norm.double().cpu() for norm in norms)])
     value = local.max() if infinite else (local**norm_type).sum()
     rows = runtime.grid.control.exchange(value.reshape(1), "norm of the gradients")
     # Rows are summed in rank order on every rank, so that all get the same bits.

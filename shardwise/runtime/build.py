@@ -5,11 +5,14 @@ from torch import nn
 
 from shardwise.comm.grid import Grid
 from shardwise.core.layout import ModelSpec
+from shardwise.core.topology import Step
 from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
 from shardwise.model.inspect import Members
-from shardwise.plan.plan import Plan, resolve
+from shardwise.plan.plan import Plan, Rungs, resolve
+from shardwise.plan.schedule import outer_step
 from shardwise.runtime import guard
-from shardwise.runtime.flat import Dtypes, Flat, ParamSlot, Pools
+from shardwise.runtime.carry import Carrier, Carriers, Outer
+from shardwise.runtime.flat import Flat, ParamSlot, Pools
 from shardwise.runtime.memory import Pool, trim_heap
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
@@ -33,7 +36,11 @@ def build_runtime(
     """Lays every unit into its parts, one after the other; collective."""
     pools = Pools(Pool(grid.device), Pool(grid.device))
     resolved = [resolve(plan, grid.place.topology, unit.name) for unit in spec.units]
-    grid.connect(step for rungs in resolved for step in rungs.ladder.steps)
+    carriers = Carriers(Carrier(grid.device), Carrier(grid.device), Outer(grid.outer, grid.device))
+    grid.connect(
+        (step for rungs in resolved for step in rungs.ladder.steps),
+        _outer_steps(plan, spec, resolved),
+    )
     seeds = _agree_on_seeds(model, grid)
     _settle_buffers(model, grid, seeds)
     units = []
@@ -41,7 +48,7 @@ def build_runtime(
         zip(members, spec.units, resolved, strict=True)
     ):
         flats = [
-            Flat(flat, rungs, grid.place.rank, Dtypes.of(plan, flat.dtype), grid.device, pools)
+            Flat(flat, rungs, grid.place.rank, plan.for_unit(unit.name), grid.device, pools)
             for flat in unit_spec.flats
         ]
         built = Unit(
@@ -51,22 +58,32 @@ def build_runtime(
             rungs,
             plan.for_unit(unit.name),
             grid,
+            carriers,
             flats,
             encloses=index == 0,
         )
         _fill_unit(built, unit, grid, seeds)
         trim_heap()  # of the full values: they are in parts now
         units.append(built)
-    runtime = Runtime(model, plan, grid, units, pools)
+    runtime = Runtime(model, plan, grid, units, pools, carriers)
     for slot in runtime.slots:
         slot.runtime = runtime
     return runtime
 
 
+def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Step]:
+    found = []
+    for unit, rungs in zip(spec.units, resolved, strict=True):
+        index = outer_step(unit, rungs, plan.for_unit(unit.name))
+        if index is not None:
+            found.append(rungs.ladder.steps[index])
+    return found
+
+
 def _fill_unit(built: Unit, unit: Members, grid: Grid, seeds: Seeds) -> None:
     """Moves a unit's values into its parts; never holds more than one parameter beside them."""
     for flat in built.flats:
-        if flat.spec.requires_grad and flat.dtypes.master != flat.dtypes.compute:
+        if flat.spec.requires_grad and flat.has_master:
             flat.make_master()  # before the values are rounded to the compute dtype
         for slot_spec in flat.spec.slots:
             parameter = unit.params[slot_spec.param.name]
@@ -138,7 +155,7 @@ def restore(runtime: Runtime) -> None:
     runtime.removers.clear()
     for unit in runtime.units:
         if unit.travels:
-            unit.gather()
+            unit.gather(exact=True)
         unit.settle()
         for slot in unit.slots:
             guard.set_raw_grad(slot.parameter, None)

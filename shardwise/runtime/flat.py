@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.comm.link import Link
+from shardwise.comm.link import accumulate
 from shardwise.core.layout import FlatSpec, Slot
 from shardwise.core.topology import Interval
-from shardwise.plan.plan import Plan, Rungs
+from shardwise.core.wire import Format
+from shardwise.plan.plan import Plan, Rungs, has_master
 from shardwise.plan.schedule import Hop
+from shardwise.runtime.carry import Carrier, Leg, Outer
 from shardwise.runtime.memory import Pool, SwappedBuffer, zeros
 
 if TYPE_CHECKING:
@@ -62,11 +64,16 @@ class Flat:
         spec: FlatSpec,
         rungs: Rungs,
         rank: int,
-        dtypes: Dtypes,
+        plan: Plan,
         device: torch.device,
         pools: Pools,
     ) -> None:
+        dtypes = Dtypes.of(plan, spec.dtype)
         self.spec, self.rungs, self.dtypes = spec, rungs, dtypes
+        self.granule = spec.numel // rungs.granules
+        """Elements of a part of the bottom rung: blocks of a wire format never straddle these."""
+        self.has_master = has_master(plan, rungs, spec.dtype)
+        """Whether the optimizer updates a copy of its own instead of P's memory."""
         self._rank, self._device, self._pools = rank, device, pools
         self.part_at = self.interval(rungs.params)
         self.full = SwappedBuffer(spec.numel, dtypes.compute, device, pools.params)
@@ -84,7 +91,7 @@ class Flat:
         # Trainable flats only:
         self.optim_at = self.interval(rungs.optim)
         self.master: torch.Tensor | None = None
-        """OS's part in the master's dtype: a view of ``part`` when the dtypes agree."""
+        """OS's part in the master's dtype: a view of ``part`` unless ``has_master``."""
         self.grad: torch.Tensor | None = None
         """The full, local gradient of the current backward in the reduce dtype."""
         self._grad_storage: torch.UntypedStorage | None = None
@@ -96,7 +103,12 @@ class Flat:
         """Whether ``held`` has anything since it was last dropped or reduced on."""
         self.reduced_valid = False
         """Whether ``reduced`` has anything since it was last dropped."""
+        self._residual: torch.Tensor | None = None
         self.slots: list[ParamSlot] = []
+
+    def format(self, hop: Hop) -> Format | None:
+        """How this flat travels on a hop; None: as it is."""
+        return hop.format if self.dtypes.compute.is_floating_point else None
 
     def interval(self, rung: int) -> Interval:
         return self.rungs.ladder.interval(self._rank, rung, self.spec.numel)
@@ -109,17 +121,17 @@ class Flat:
 
     def make_master(self) -> None:
         own = self.part[self.optim_at.relative_to(self.part_at.start)]
-        if self.dtypes.master == self.dtypes.compute:
-            self.master = own
-        else:
+        if self.has_master:
             self.master = zeros(own.numel(), self.dtypes.master, self._device)
             self.master.copy_(own)
+        else:
+            self.master = own
 
     def write(self, slot: Slot, value: torch.Tensor) -> None:
         """Takes this rank's elements of a parameter's full value, into part and master."""
         flat_value = value.reshape(-1)
         targets = [(self.part, self.part_at)]
-        if self.master is not None and self.dtypes.master != self.dtypes.compute:
+        if self.master is not None and self.has_master:
             targets.append((self.master, self.optim_at))
         for buffer, place in targets:
             common = slot.interval.intersect(place)
@@ -127,14 +139,12 @@ class Flat:
                 source = flat_value[common.relative_to(slot.interval.start)]
                 buffer[common.relative_to(place.start)].copy_(source)
 
-    def gather(self, hops: Sequence[Hop], links: Sequence[Link], keys: Sequence[int]) -> None:
-        """Fills the full buffer from the part (or the kept rung) by the hops, top rung last."""
-        lowest = hops[0].step + 1 if hops else self.rungs.params
+    def gather(self, legs: Sequence[Leg], carrier: Carrier) -> None:
+        """Fills the full buffer from the part (or the kept rung), top rung last."""
+        lowest = legs[0].low if legs else self.rungs.params
         source = self.part if lowest == self.rungs.params else self.kept_tensor()
-        own = self.interval(lowest)
-        self.full.tensor[own.relative_to(0)].copy_(source)
-        for hop, link, key in zip(hops, links, keys, strict=True):
-            link.gather(self.full.tensor[self.interval(hop.step).relative_to(0)], key)
+        self.full.tensor[self.interval(lowest).relative_to(0)].copy_(source)
+        carrier.climb(self, self.full.tensor, 0, legs)
 
     def kept_tensor(self) -> torch.Tensor:
         assert self.kept is not None
@@ -146,14 +156,16 @@ class Flat:
             self.kept.fill()
             self.kept.tensor.copy_(self.full.tensor[self.interval(self.rungs.keep).relative_to(0)])
 
-    def refresh(self, hops: Sequence[Hop], links: Sequence[Link], keys: Sequence[int]) -> None:
+    def refresh(self, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Brings the updated master to P's rung."""
         assert self.master is not None
         origin = self.part_at.start
-        if self.dtypes.master != self.dtypes.compute:
+        if legs and (format := self.format(legs[0].hop)) and format.delta:
+            carrier.climb_by_difference(self, self.master, self.part, origin, legs)
+            return
+        if self.has_master:
             self.part[self.optim_at.relative_to(origin)].copy_(self.master)
-        for hop, link, key in zip(hops, links, keys, strict=True):
-            link.gather(self.part[self.interval(hop.step).relative_to(origin)], key)
+        carrier.climb(self, self.part, origin, legs)
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -187,71 +199,61 @@ class Flat:
             self.held = zeros(numel, self.dtypes.master, self._device)
         return self.held
 
-    def hold(
-        self, grad: torch.Tensor, hops: Sequence[Hop], links: Sequence[Link], keys: Sequence[int]
-    ) -> None:
+    def hold(self, grad: torch.Tensor, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Under no_sync: reduces to G's rung and adds to what is held there."""
         held, add = self.open_held(), self.holds
-        self._descend(grad, hops, links, keys, held, scale=1.0, add=add)
+        if legs:
+            carrier.descend(self, grad, 0, legs, held, scale=1.0, add=add)
+        else:
+            own = grad[self.interval(self.rungs.grads).relative_to(0)]
+            accumulate(own, held, scale=1.0, add=add)
         self.holds = True
 
     def reduce(
         self,
         grad: torch.Tensor,
-        hops: Sequence[Hop],
-        links: Sequence[Link],
-        keys: Sequence[int],
+        legs: Sequence[Leg],
+        carrier: Carrier,
         *,
         scale: float,
         add: bool,
+        outer: Outer | None = None,
     ) -> None:
-        """Reduces to the bottom, into this rank's bottom part of ``reduced``."""
+        """Reduces to the bottom, into this rank's bottom part of ``reduced``.
+
+        With ``outer`` the last leg goes on there.
+        """
+        top = 0
         if self.holds:
-            inner = [i for i, hop in enumerate(hops) if hop.step < self.rungs.grads]
-            count = len(inner)
-            self.hold(grad, hops[:count], links[:count], keys[:count])
-            grad[self.interval(self.rungs.grads).relative_to(0)].copy_(self.open_held())
-            hops, links, keys = hops[count:], links[count:], keys[count:]
+            top = self.rungs.grads
+            self.hold(grad, [leg for leg in legs if leg.high < top], carrier)
+            legs = [leg for leg in legs if leg.high >= top]
             self.holds = False
+            # As it was computed, so that what is raw travels in the reduce dtype here as well.
+            grad = grad[self.interval(top).relative_to(0)].copy_(self.open_held())
         bottom = self.interval(self.rungs.bottom)
         out = self.open_reduced()[bottom.relative_to(self.optim_at.start)]
-        self._descend(grad, hops, links, keys, out, scale=scale, add=add, bottom=bottom)
+        if not legs:
+            grad = grad[bottom.relative_to(self.interval(top).start)]
+        carrier.descend(self, grad, top, legs, out, scale=scale, add=add, outer=outer)
 
-    def spread(self, hops: Sequence[Hop], links: Sequence[Link], keys: Sequence[int]) -> None:
+    def spread(self, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Replicas of OS's part collect the sums that others made."""
-        for hop, link, key in zip(hops, links, keys, strict=True):
-            place = self.interval(hop.step).relative_to(self.optim_at.start)
-            link.gather(self.open_reduced()[place], key)
+        if legs:
+            carrier.climb(self, self.open_reduced(), self.optim_at.start, legs)
 
-    def _descend(
-        self,
-        grad: torch.Tensor,
-        hops: Sequence[Hop],
-        links: Sequence[Link],
-        keys: Sequence[int],
-        out: torch.Tensor,
-        *,
-        scale: float,
-        add: bool,
-        bottom: Interval | None = None,
-    ) -> None:
-        # Each hop sums in place into the own piece of the buffer: nobody else reads that.
-        for i, (hop, link, key) in enumerate(zip(hops, links, keys, strict=True)):
-            whole = grad[self.interval(hop.step).relative_to(0)]
-            if i == len(hops) - 1:
-                link.reduce(whole, out, key, scale=scale, add=add)
-            else:
-                own = grad[self.interval(hop.step + 1).relative_to(0)]
-                link.reduce(whole, own, key, scale=1.0, add=False)
-        if not hops:
-            place = bottom or self.interval(self.rungs.grads)
-            own = grad[place.relative_to(0)]
-            if add:
-                out.add_(own, alpha=scale)
-            elif scale == 1.0:
-                out.copy_(own)
-            else:
-                torch.mul(own, scale, out=out)
+    def residual(self, hop: Hop) -> torch.Tensor | None:
+        """What earlier reductions lost on a hop with error feedback: a row for each other member.
+
+        Made when first needed; see ``carry._add_residual``.
+        """
+        format = self.format(hop)
+        if format is None or not format.feedback:
+            return None
+        if self._residual is None:
+            numel = (hop.size - 1) * self.granule
+            self._residual = zeros(numel, torch.float32, self._device).view(-1, self.granule)
+        return self._residual
 
 
 @dataclass

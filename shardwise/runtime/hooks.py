@@ -90,6 +90,8 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
     """One for every forward of the module that runs; None where there will be no backward."""
 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if unit.encloses:
+            runtime.notice_interruption(running=1)
         calls.append(None)
         runtime.before_forward(unit)
         if unit.encloses:
@@ -109,6 +111,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
         runtime.after_forward(unit)
 
     _hook_forward(runtime, unit.module, pre, post)
+    runtime.forgets.append(calls.clear)
 
 
 def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
@@ -160,7 +163,13 @@ def _disable_autocast_cache(runtime: Runtime, module: nn.Module) -> None:
         if before:
             torch.set_autocast_cache_enabled(before.pop())
 
+    def forget() -> None:
+        if before:
+            torch.set_autocast_cache_enabled(before[0])
+            before.clear()
+
     _hook_forward(runtime, module, pre, post)
+    runtime.forgets.append(forget)
 
 
 def _hook_forward(

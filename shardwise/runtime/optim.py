@@ -141,8 +141,14 @@ class OptimizerTakeover:
         return args, kwargs
 
     def _after_step(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 1:
+            self._end_step()
+        elif self._depth:
+            self._depth -= 1
+
+    def _recover(self) -> None:
+        """A step that raised before it was guarded (see ``watch``) is brought to its end."""
+        if self._depth:
             self._end_step()
 
     def _end_step(self) -> None:
@@ -296,12 +302,15 @@ class OptimizerTakeover:
         )
         removers += [handle.remove for handle in handles]
         removers.append(self._drop_states)  # states of parts mean nothing to plain parameters
+        self._runtime.recoveries.append(self._recover)
         self._wrap("step", self._guarded_step(optimizer.step))
+        self._wrap("zero_grad", self._recovered(optimizer.zero_grad))
         self._wrap("add_param_group", self._checked_add(optimizer.add_param_group))
 
     def _guarded_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)  # schedulers leave marks on it
         def guarded(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._recover()
             try:
                 return step(*args, **kwargs)
             finally:
@@ -311,6 +320,14 @@ class OptimizerTakeover:
                     self._end_step()
 
         return guarded
+
+    def _recovered(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def recovered(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._recover()
+            return method(*args, **kwargs)
+
+        return recovered
 
     def _checked_add(self, add: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
         @functools.wraps(add)

@@ -4,9 +4,11 @@ Reading order: ``before_forward``, ``after_forward``, ``before_backward``, ``aft
 then gradients in ``backward.py`` and the update in ``optim.py``.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from weakref import WeakSet
 
 import torch
@@ -14,18 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.grid import Grid
-from shardwise.core.errors import SyncError, UsageError
+from shardwise.core.errors import UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Kind, Op, Phase, Trigger
+from shardwise.runtime.agreement import Agreed, Agreement
+from shardwise.runtime.carry import Carriers
 from shardwise.runtime.flat import ParamSlot, Pools
 from shardwise.runtime.order import Hold, Use, Walk
 from shardwise.runtime.unit import State, Unit
 from shardwise.runtime.watch import Watch
-
-_END = -1
-"""What a rank proposes when it has nothing more to do in a recorded pass."""
-_REDUCES = 1 << 32
-"""Added to a unit's index when a rank proposes to reduce it, rather than to gather it."""
 
 
 @dataclass
@@ -49,6 +48,7 @@ class Runtime:
     grid: Grid
     units: list[Unit]
     pools: Pools
+    carriers: Carriers
     counters: Counters = field(default_factory=Counters)
     observers: list[Callable[[Op], None]] = field(default_factory=list)
     sync: bool = True
@@ -60,6 +60,10 @@ class Runtime:
     opened: int = 0
     """How many full_params contexts are open."""
     removers: list[Callable[[], None]] = field(default_factory=list)
+    recoveries: list[Callable[[], None]] = field(default_factory=list)
+    """Run before every pass: each ends what an exception left unfinished elsewhere, if anything."""
+    forgets: list[Callable[[], None]] = field(default_factory=list)
+    """Run after an interrupted forward: each forgets calls whose end it will never see."""
     optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     """Those that were taken over."""
 
@@ -75,8 +79,7 @@ class Runtime:
         self._walks: dict[str, Walk] = {}
         self._walk: Walk | None = None
         self._backward_walk: Walk | None = None
-        self._diverged = False
-        """Whether ranks were seen to use units differently; known to all of them."""
+        self._agreement = Agreement(self.grid.control, self.units)
 
     def __deepcopy__(self, memo: object) -> None:
         from shardwise.runtime.guard import refuse_copy
@@ -250,9 +253,9 @@ class Runtime:
 
     def _finish_walk(self, walk: Walk) -> None:
         if walk.order is None:
-            while self._agree(walk, _END):
+            while self._agree(walk, None):
                 pass
-            if self._diverged:
+            if self._agreement.diverged:
                 walk.record_unseen(self._unseen(walk), descending=self._is_backward(walk))
             walk.finish_recording()
             return
@@ -281,6 +284,8 @@ class Runtime:
 
         Transfers that other ranks expect are still made, so that ranks stay in step.
         """
+        for recover in self.recoveries:
+            recover()
         self.backward.finish_interrupted()
         if self.forward_depth or self._walk is not None:
             self.forward_depth = 0
@@ -312,17 +317,17 @@ class Runtime:
             self._advance(walk, use)
             unit.hold = use.hold
             if use.gathers is None and unit.state is State.RESTING:
-                self._agree_extra(unit)
+                self._gather_extra(unit)
             if not in_autograd() or walk.is_fresh:
                 self._gather_ahead(walk)
         elif walk is not None:
             unit.hold = Hold(last=True)
             while unit.leases == 0:
-                self._agree(walk, unit.index)
+                self._agree(walk, unit)
         else:
             unit.hold = Hold(last=True)
             if unit.state is State.RESTING:
-                self._agree_extra(unit)
+                self._gather_extra(unit)
             else:
                 unit.leases += 1
         unit.settle()
@@ -343,7 +348,7 @@ class Runtime:
     def _use_external(self, unit: Unit) -> None:
         # Gathered when the pass began, unless its module is called outside the model's forward.
         if unit.state is State.RESTING:
-            self._agree_extra(unit)
+            self._gather_extra(unit)
         unit.settle()
 
     def demand(self, slot: ParamSlot) -> None:
@@ -420,62 +425,39 @@ class Runtime:
 
     # --- agreement ----------------------------------------------------------------------------
 
-    def _agree(self, walk: Walk, proposal: int) -> bool:
-        """While recording: proposes the unit that this rank needs next."""
-        what = (
-            "the end of a recorded pass"
-            if proposal == _END
-            else f"first use of unit '{self.units[proposal].name}'"
-        )
-        return self._propose(walk, proposal, what)
+    def _agree(self, walk: Walk, unit: Unit | None) -> bool:
+        """While recording: one turn of all ranks, in which this one needs a unit, or none more.
 
-    def agree_on_reduction(self, unit: Unit | None) -> bool:
-        """While recording: proposes the unit whose gradients are complete; None for the end."""
-        proposal = _END if unit is None else _REDUCES + unit.index
-        what = "end of the first backward" if unit is None else f"reduction of unit '{unit.name}'"
-        return self._propose(self._backward_walk, proposal, what)
-
-    def _propose(self, walk: Walk | None, proposal: int, what: str) -> bool:
-        """Every rank proposes what it needs next; all ranks do it together.
-
-        Of several units to gather, the one that comes first in the model has its turn, and who
-        needs another proposes it anew: so ranks that skip units record each unit once, in order.
         Returns whether any rank still proposed something.
         """
-        proposals = self._exchange(proposal, what)
-        self._diverged |= len(set(proposals)) > 1
-        if gathers := [p for p in proposals if _END < p < _REDUCES]:
-            backwards = walk is not None and self._is_backward(walk)
-            index = max(gathers) if backwards else min(gathers)
-            if walk is not None:
-                walk.recording.append(index)
-            self._issue(index)
-            if index != proposal:
-                self._give_up(self.units[index])  # for others only
-        for index in sorted({p for p in proposals if p >= _REDUCES}):
-            self.backward.reduce_agreed(self.units[index - _REDUCES])
-        return any(p != _END for p in proposals)
+        agreed = self._agreement.on_use(unit, descending=self._is_backward(walk))
+        return self._follow(agreed, walk, unit)
 
-    def _agree_extra(self, unit: Unit) -> None:
-        """A use beyond the order: all ranks must want the same unit now."""
-        proposals = self._exchange(unit.index, f"use of unit '{unit.name}' beyond the order")
-        if len(set(proposals)) > 1:
-            wants = ", ".join(
-                f"rank {rank} wants '{self.units[p].name}'" for rank, p in enumerate(proposals)
-            )
-            raise SyncError(
-                f"Ranks disagree about a use beyond the recorded order: {wants}; all ranks must "
-                "use the model's units alike, or read them inside shardwise.full_params(model)."
-            )
+    def agree_on_reduction(self, unit: Unit | None) -> bool:
+        """Likewise in backward, where this rank has completed a unit's gradients, or no more."""
+        walk = self._backward_walk
+        agreed = self._agreement.on_reduction(unit, descending=walk is not None)
+        return self._follow(agreed, walk, None)
+
+    def _follow(self, agreed: Agreed, walk: Walk | None, needed: Unit | None) -> bool:
+        if agreed.gather is not None:
+            if walk is not None:
+                walk.recording.append(agreed.gather.index)
+            self._issue(agreed.gather.index)
+            if agreed.gather is not needed:
+                self._give_up(agreed.gather)  # for others only
+        for unit in agreed.reduces:
+            self.backward.reduce_agreed(unit)
+        return not agreed.ends
+
+    def _gather_extra(self, unit: Unit) -> None:
+        """A use beyond the order: all ranks gather the unit now, or there is an error."""
+        self._agreement.on_extra_use(unit)
         self.counters.extra_gathers += 1
         # From P's own rung: what is kept of the unit may be gone already on some ranks.
         unit.drop_kept()
         unit.fix_source()
         self._issue(unit.index)
-
-    def _exchange(self, value: int, what: str) -> list[int]:
-        rows = self.grid.control.exchange(torch.tensor([value], dtype=torch.int64), what)
-        return [int(row[0]) for row in rows]
 
     # --- values -------------------------------------------------------------------------------
 
@@ -521,7 +503,28 @@ class Runtime:
             unit.settle()
         self.grid.gathers.drain()
 
+    def notice_interruption(self, running: int = 0) -> None:
+        """Recovers from a forward that counts as running but left this thread's stack.
+
+        After a KeyboardInterrupt torch calls no hooks, not even those that it calls after errors.
+        ``running`` is how many calls of the model are known to be on the stack.
+        """
+        if self.forward_depth == 0 or in_autograd():
+            return
+        modules = {self.model} if running else set(self.model.modules())
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                running -= frame.f_locals.get("self") in modules
+            if running < 0:
+                return
+            frame = frame.f_back
+        for forget in self.forgets:
+            forget()
+        self.recover()
+
     def require_idle(self, what: str) -> None:
+        self.notice_interruption()
         if self.in_pass:
             raise UsageError(f"{what} cannot run inside the model's forward or backward.")
         self.recover()

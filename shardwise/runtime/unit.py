@@ -15,12 +15,22 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.comm.grid import Grid
-from shardwise.comm.lane import DONE, Early, Ticket
-from shardwise.comm.link import Link
+from shardwise.comm.lane import DONE, Chained, Early, Ticket
 from shardwise.core.layout import UnitSpec
 from shardwise.plan.plan import Plan, Rungs
-from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, UnitOps, gather_op, unit_ops
+from shardwise.plan.schedule import (
+    Hop,
+    Kind,
+    Op,
+    Phase,
+    Trigger,
+    UnitOps,
+    gather_op,
+    outer_step,
+    unit_ops,
+)
 from shardwise.runtime import guard
+from shardwise.runtime.carry import Carriers, Leg, finish
 from shardwise.runtime.flat import Flat, FullGrad, ParamSlot
 
 if TYPE_CHECKING:
@@ -58,6 +68,7 @@ class Unit:
         rungs: Rungs,
         plan: Plan,
         grid: Grid,
+        carriers: Carriers,
         flats: list[Flat],
         *,
         encloses: bool,
@@ -65,7 +76,7 @@ class Unit:
         self.index, self.name, self.spec, self.module = index, spec.name, spec, module
         self.rungs, self.plan, self.flats, self.encloses = rungs, plan, flats, encloses
         self.slots: list[ParamSlot] = []
-        self._grid = grid
+        self._grid, self._carriers = grid, carriers
         self._ops: dict[Phase, UnitOps] = {
             phase: unit_ops(spec, rungs, plan, phase, encloses=encloses) for phase in Phase
         }
@@ -73,6 +84,7 @@ class Unit:
             for op in (op for some in ops.values() for op in some):
                 for flat in range(len(flats)):
                     self._keys(op.kind, flat, op.hops)
+        self._outer_step = outer_step(spec, rungs, plan)
         self.state = State.GATHERED if rungs.params == 0 else State.RESTING
         self._ticket: Ticket = DONE
         self._kept_version = -1
@@ -110,23 +122,26 @@ class Unit:
 
     # --- parameters ---------------------------------------------------------------------------
 
-    def gather(self) -> Op:
-        """Begins to fill the full buffer, from the kept rung where that is current."""
-        op = gather_op(self.spec, self.rungs, self.plan, self._source_rung())
+    def gather(self, *, exact: bool = False) -> Op:
+        """Begins to fill the full buffer, from the kept rung where that is current.
+
+        ``exact``: from P itself, and raw whatever the plan's wire is.
+        """
+        source = self.rungs.params if exact else self._source_rung()
+        op = gather_op(self.spec, self.rungs, self.plan, source, exact=exact)
         assert op is not None
         self._move(State.COMING)
         for flat in self.flats:
             flat.full.fill()
-        hops, flats = op.hops, self.flats
-        links = self._links("gather", hops)
-        keys = [self._keys(Kind.GATHER, i, hops) for i in range(len(flats))]
+        flats, carrier = self.flats, self._carriers.gathers
+        legs = [self._legs("gather", Kind.GATHER, i, op.hops) for i in range(len(flats))]
 
         def work(early: Early) -> None:
             for i, flat in enumerate(flats):
-                flat.gather(hops, links, keys[i])
+                flat.gather(legs[i], carrier)
                 if i == len(flats) - 1:
                     early()
-                _finish(links)
+                finish(legs[i])
 
         self._ticket = self._grid.gathers.submit(work)
         return op
@@ -168,22 +183,22 @@ class Unit:
         """After the update: new values climb to P's rung, beside whatever comes next."""
         self.bump()
         flats = self.trained
+        carrier = self._carriers.gathers
         if op is None:
             for flat in flats:
-                flat.refresh((), (), ())
+                flat.refresh((), carrier)
             return
-        hops, links = op.hops, self._links("gather", op.hops)
-        keys = [self._keys(Kind.REFRESH, i, hops) for i in range(len(flats))]
+        legs = [self._legs("gather", Kind.REFRESH, i, op.hops) for i in range(len(flats))]
         if not self.travels:
             self._move(State.REFRESHING)
             guard.close(self._parameters())
 
         def work(early: Early) -> None:
             for i, flat in enumerate(flats):
-                flat.refresh(hops, links, keys[i])
+                flat.refresh(legs[i], carrier)
                 if i == len(flats) - 1:
                     early()
-                _finish(links)
+                finish(legs[i])
 
         ticket = self._grid.gathers.submit(work)
         if not self.travels:
@@ -200,27 +215,37 @@ class Unit:
         down = next(op for op in ops if op.kind is Kind.REDUCE).hops
         up = next((op.hops for op in ops if op.kind is Kind.SPREAD), ())
         synchronises = phase.synchronises or self.rungs.grads == self.rungs.bottom
-        down_links, up_links = self._links("reduce", down), self._links("reduce", up)
-        down_keys = [self._keys(Kind.REDUCE, i, down) for i in range(len(flats))]
-        up_keys = [self._keys(Kind.SPREAD, i, up) for i in range(len(flats))]
+        carrier = self._carriers.reduces
+        outer = self._carriers.outer if down and down[-1].step == self._outer_step else None
+        last = len(down) - 1 if outer else len(down)
+        down_legs = [
+            self._legs("reduce", Kind.REDUCE, i, down[:last])
+            + self._legs("outer", Kind.REDUCE, i, down[last:])
+            for i in range(len(flats))
+        ]
+        up_legs = [self._legs("reduce", Kind.SPREAD, i, up) for i in range(len(flats))]
+        later: list[Ticket] = []
 
         for flat in flats if synchronises else ():
             flat.reduced_valid = True
 
         def reduce_one(i: int, flat: Flat, grad: FullGrad) -> None:
+            legs = down_legs[i]
             if synchronises:
-                flat.reduce(grad.tensor, down, down_links, down_keys[i], scale=scale, add=adds[i])
-                flat.spread(up, up_links, up_keys[i])
+                flat.reduce(grad.tensor, legs, carrier, scale=scale, add=adds[i], outer=outer)
+                flat.spread(up_legs[i], carrier)
             else:
-                flat.hold(grad.tensor, down, down_links, down_keys[i])
-            _finish(down_links)
+                flat.hold(grad.tensor, legs, carrier)
+            finish(legs[:last])
             grad.release()
 
         def work(_: Early) -> None:
             for i, (flat, grad) in enumerate(zip(flats, grads, strict=True)):
                 reduce_one(i, flat, grad)
+            if outer is not None:
+                later.append(outer.last)
 
-        return self._grid.reduces.submit(work)
+        return Chained(self._grid.reduces.submit(work), later)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -251,8 +276,13 @@ class Unit:
         kept = self._kept_version == self.version and self.rungs.keep not in (0, self.rungs.params)
         return self.rungs.keep if kept else self.rungs.params
 
-    def _links(self, lane: str, hops: Iterable[Hop]) -> list[Link]:
-        return [self._grid.link(lane, self.rungs.ladder.steps[hop.step]) for hop in hops]
+    def _legs(self, lane: str, kind: Kind, flat: int, hops: tuple[Hop, ...]) -> list[Leg]:
+        """A flat's walk over some hops, on the links of a lane."""
+        steps = self.rungs.ladder.steps
+        return [
+            Leg(hop, self._grid.link(lane, steps[hop.step]), key)
+            for hop, key in zip(hops, self._keys(kind, flat, hops), strict=True)
+        ]
 
     def _keys(self, kind: Kind, flat: int, hops: Iterable[Hop]) -> list[int]:
         """One integer for each exchange, alike on all ranks, with a name for messages."""
@@ -264,8 +294,3 @@ class Unit:
             )
             for hop in hops
         ]
-
-
-def _finish(links: Iterable[Link]) -> None:
-    for link in links:
-        link.finish()

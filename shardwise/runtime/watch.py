@@ -91,7 +91,7 @@ class _Resident:
         """Masters of another dtype take what changed; elsewhere they keep their precision."""
         flat = self._slot.flat
         master = self._slot.master_part()
-        if master is None or flat.dtypes.master == flat.dtypes.compute:
+        if master is None or not flat.has_master:
             return
         start = self._slot.spec.interval.start
         value = self._home.reshape(-1)[self._slot.segment.relative_to(start)]
@@ -142,6 +142,6 @@ def _watch_loading(
 
 def _load(slot: ParamSlot, value: torch.Tensor) -> None:
     resident = not slot.unit.travels
-    separate = slot.flat.master is not None and slot.flat.dtypes.master != slot.flat.dtypes.compute
+    separate = slot.flat.master is not None and slot.flat.has_master
     if resident and separate and value.shape == slot.parameter.shape:
         slot.runtime.write(slot, value)

@@ -15,7 +15,8 @@ from shardwise.plan.plan import Override, Plan, Precision, StatePlan
 from shardwise.plan.validate import STEP_DTYPES, value_violations
 
 WORDS = st.text(min_size=1, max_size=12)
-STATES = st.builds(StatePlan, spread=WORDS)
+WIRES = st.sampled_from(["", "int8", "int4,node=int8", "node=bf16,world=int4/64"])
+STATES = st.builds(StatePlan, spread=WORDS, wire=WIRES)
 DTYPES = st.none() | st.sampled_from(STEP_DTYPES)
 OVERRIDES = st.builds(
     Override,
@@ -107,7 +108,6 @@ def test_a_file_may_change_a_preset() -> None:
             'overrides = [{ unit = "a", params = { x = 1, spread = "y" } }]',
             r"unknown key 'overrides\[0\].params.x'; use spread.",
         ),
-        ("[params]", r"lacks the key 'params.spread'"),
         ('overrides = [{ keep = "full" }]', r"lacks the key 'overrides\[0\].unit'"),
         ('params = "world"', r"'params' must be a table such as \{ spread = 'world' \}, not"),
         ('prefetch = "2"', r"In plan file p.toml, 'prefetch' must be a whole number, not '2'."),

@@ -195,3 +195,42 @@ def test_a_plan_without_violations_resolves(data: st.DataObject) -> None:
         rungs = resolve(plan, topology, "h.0")
         assert rungs.keep <= rungs.params <= rungs.optim
         assert rungs.grads <= rungs.optim
+
+
+@pytest.mark.parametrize(
+    ("wires", "sentence"),
+    [
+        ({"params": "int9"}, "params.wire: 'int9' in 'int9' is no wire format; the nearest is"),
+        ({"params": "int8/feedback"}, "params.wire 'int8/feedback' has error feedback, which only"),
+        ({"grads": "int4/delta"}, "grads.wire 'int4/delta' sends differences, which only the ref"),
+        ({"grads": "rack=int8"}, "names no level 'rack' of node=2,world=2"),
+        ({"grads": "int4/feedback"}, "error feedback on level node, where it would need memory"),
+        ({"optim": "node=int4/delta"}, "sends differences on a level that gets new values from"),
+        ({"optim": "int4/delta,node=int8/delta"}, "use one format with delta from the outermost"),
+    ],
+)
+def test_wires_that_cannot_run_say_why(wires: dict[str, str], sentence: str) -> None:
+    plan = presets.zero1()
+    for state, wire in wires.items():
+        plan = replace(plan, **{state: replace(getattr(plan, state), wire=wire)})
+    found = violations(plan, Topology.parse("node=2,world=2"))
+    assert len(found) == 1, found
+    assert sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    "wires",
+    [
+        {"params": "int8", "grads": "int4,node=int8", "optim": "int4/delta"},
+        {"grads": "world=int4/feedback"},
+        {"optim": "world=int4/delta,node=bf16"},
+    ],
+)
+@pytest.mark.parametrize(
+    "levels", ["world=1", "world=4", "node=2,world=2", "node=2,rack=2,world=2"]
+)
+def test_wires_that_can_run(wires: dict[str, str], levels: str) -> None:
+    plan = presets.zero1()
+    for state, wire in wires.items():
+        plan = replace(plan, **{state: replace(getattr(plan, state), wire=wire)})
+    assert violations(plan, Topology.parse(levels)) == []

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import logging
 import threading
 import time
 import weakref
@@ -25,6 +26,8 @@ from tests.runtime.support import (
     TWO_LEVELS,
     assert_at_rest,
     build,
+    levels_of,
+    peer_links,
     sgd,
     small,
 )
@@ -39,9 +42,8 @@ class WithBuffers(TinyGPT):
 
 def shard(model: nn.Module, plan: str = "zero3", **changes) -> torch.optim.Optimizer:
     optimizer = adamw(model)
-    world = dist.get_world_size()
     plan_here = small(PLANS[plan], **changes)
-    sw.shard(model, optimizer, plan_here, levels=LEVELS[world], timeout_s=LIMIT_S)
+    sw.shard(model, optimizer, plan_here, levels=levels_of(plan_here), timeout_s=LIMIT_S)
     return optimizer
 
 
@@ -179,6 +181,11 @@ def state_dicts(plan: str) -> None:
 def test_state_dict(two):
     for plan in ONE_LEVEL:
         two.run(state_dicts, plan)
+
+
+def test_state_dict_on_two_levels(four):
+    for plan in PLANS:
+        four.run(state_dicts, plan)
 
 
 # --- unshard --------------------------------------------------------------------------------------
@@ -348,3 +355,42 @@ def test_full_params_gives_its_memory_back(two):
     for inside, outside in two.run(full_params_gives_its_memory_back):
         assert inside > 6 * 7000 * 8  # all blocks at once
         assert outside == 0
+
+
+def check_links() -> None:
+    model = build(lambda: nn.Linear(8, 8))
+    with peer_links():
+        sw.shard(model, plan=sw.presets.zero3(), levels="world=2")
+    assert sw.stats(model)["links"] == {"world": "messages"}
+    sw.unshard(model)
+    sw.shard(model, plan=sw.presets.zero3(), levels="world=2")
+    assert sw.stats(model)["links"] == {"world": "shared memory"}
+    sw.unshard(model)
+
+
+def test_stats_say_how_ranks_meet(two):
+    two.run(check_links)
+
+
+def check_refused_reading() -> list[str]:
+    from shardwise.comm import local
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    copy, local._copy_from = local._copy_from, lambda *_: -1
+    model = build(lambda: nn.Linear(8, 8))
+    sw.shard(model, plan=sw.presets.zero3(), levels="world=2")
+    local._copy_from = copy
+    logging.getLogger("shardwise").removeHandler(handler)
+    assert sw.stats(model)["links"] == {"world": "messages"}
+    sw.unshard(model)
+    return heard
+
+
+def test_hops_that_cannot_use_shared_memory_say_so(two):
+    first, second = two.run(check_refused_reading)
+    assert len(first) == 1
+    assert "Ranks 0, 1 share a host but may not read each other's memory" in first[0]
+    assert second == []

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,22 +19,25 @@ from torch import nn
 
 import shardwise as sw
 from tests.harness import Workers
-from tests.models import Block
+from tests.models import Block, largest_difference
 from tests.runtime.support import (
     LEVELS,
     PLANS,
     Case,
+    assert_at_rest,
+    assert_close,
     build,
     check_case,
     collector,
     peer_links,
+    reference,
     sgd,
     small,
 )
 
 CASES: dict[str, Case] = {}
 case = collector(CASES)
-PLANS_HERE = ("zero3", "zero3 keep=full", "zero1")
+PLANS_HERE = ("zero3", "fsdp keep=full", "zero1")
 ALL = list(range(8))
 LINKS = {"local": nullcontext, "peer": peer_links}
 TIMEOUT_S = 2.5
@@ -190,6 +194,100 @@ def layers_dropped_on_two_levels() -> None:
 
 def test_layers_dropped_on_two_levels(four):
     four.run(layers_dropped_on_two_levels)
+
+
+# --- the right result or an error, as the plan allows --------------------------------------------
+
+EITHER: dict[str, Case] = {}
+either = collector(EITHER)
+
+
+class Peeking(Routed):
+    """May read a bias of one block on its way through the others."""
+
+    def forward(self, x: torch.Tensor, route: list[int], bias_of: int | None = None) -> Any:
+        x = self.first(x)
+        for index in route:
+            x = self.blocks[index](x)
+        if bias_of is not None:
+            x = x + self.blocks[bias_of].out.bias
+        return self.last(x)
+
+
+def peek(model: nn.Module, rank: int, step: int, bias_of: int | None) -> float:
+    loss = model(features(rank, step), [0, 1, 2], bias_of).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+@either(Peeking, plans=PLANS_HERE, steps=4)
+def one_rank_reads_another_units_parameter_from_the_start(model, rank, step):
+    return peek(model, rank, step, 0 if rank else None)
+
+
+@either(Peeking, plans=PLANS_HERE, steps=4)
+def one_rank_reads_another_units_parameter_once(model, rank, step):
+    return peek(model, rank, step, 0 if rank and step == 2 else None)
+
+
+@either(Peeking, plans=PLANS_HERE, steps=4)
+def ranks_read_parameters_of_different_units(model, rank, step):
+    return peek(model, rank, step, rank if step > 1 else None)
+
+
+class Tied(Routed):
+    """One module in two places, and units that borrow a parameter from another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+        self.blocks[1].down.weight = self.blocks[0].down.weight
+
+
+@either(Tied, plans=PLANS_HERE, steps=4)
+def one_rank_calls_a_shared_layer_twice_from_the_start(model, rank, step):
+    return use(model, rank, step, [0, 1, 2] if rank else [0, 1])
+
+
+@either(Tied, plans=PLANS_HERE, steps=4)
+def one_rank_calls_a_shared_layer_once_later(model, rank, step):
+    return use(model, rank, step, [0, 1] if rank and step else [0, 1, 2])
+
+
+def right_or_refused(name: str, link: str, plan: str) -> tuple[str, str, float]:
+    """Wrong numbers fail here; a refusal is returned with its text, and after how long it came."""
+    case, rank, world = EITHER[name], dist.get_rank(), dist.get_world_size()
+    results, expected = reference(case, world)
+    with LINKS[link]():
+        model = build(case.kind)
+        optimizer = sgd(model)
+        sw.shard(model, optimizer, small(PLANS[plan]), levels=LEVELS[world], timeout_s=TIMEOUT_S)
+    begin = time.monotonic()
+    try:
+        for step in range(case.steps):
+            assert_close(case.run(model, rank, step), results[step][rank], f"{plan}, step {step}")
+            optimizer.step()
+            optimizer.zero_grad()
+        got = sw.state_dict(model, rank0_only=False)
+        assert largest_difference({n: got[n] for n in expected}, expected) <= 1e-9, plan
+        assert_at_rest(model)
+        sw.unshard(model)
+        ended, text = "ok", ""
+    except sw.SyncError as raised:
+        ended, text = "SyncError", str(raised)
+    return ended, text, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("name", "link"), list(zip(EITHER, cycle(LINKS), strict=False)))
+def test_disagreement_with_the_right_result_or_an_error_that_names_the_unit(name, link, two):
+    for plan in EITHER[name].plans:
+        outcomes = two.run(right_or_refused, name, link, plan)
+        assert max(seconds for *_, seconds in outcomes) < BOUND_S, outcomes
+        ends = {ended for ended, *_ in outcomes}
+        # Nothing travels in zero1's forward; elsewhere no rank goes on as if nothing had happened.
+        assert ends in ([{"ok"}] if plan == "zero1" else [{"ok"}, {"SyncError"}]), (plan, outcomes)
+        for ended, text, _ in outcomes:
+            assert ended == "ok" or "'blocks." in text, (plan, text)
 
 
 # --- bounded errors -------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """What ``p.grad`` shows, what a user may do to it, and clipping, as in one plain process."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.core.errors import UsageError
 from shardwise.plan.plan import Override, Plan
+from shardwise.runtime import access
 from tests.models import largest_difference
 from tests.runtime.support import spreads
 from tests.runtime.training import FEW, PLANS, Job, compare, each_plan, plain_job
@@ -35,9 +39,11 @@ def clip_norms(job: Job):
     norms = []
     for step, norm_type in enumerate([2.0, 1.0, 3.0, float("inf")]):
         job.backward(step)
-        norms.append(job.clip(1e9, norm_type))  # large enough to change nothing
-        norms.append(job.clip(0.05, norm_type, error_if_nonfinite=True))
-        norms.append(job.clip(1e9, norm_type))  # what clipping left
+        norms.append(job.clip(1e9, norm_type, error_if_nonfinite=True))  # changes nothing
+        for max_norm, foreach in ((0.05, None), (0.04, True), (0.03, False)):
+            norms.append(
+                job.clip(max_norm, norm_type, foreach=foreach)
+            )  # of what the last one left
         job.update()
     return norms
 
@@ -49,6 +55,51 @@ def check_clipping() -> None:
 
 def test_clipping_by_several_norms(four):
     four.run(check_clipping)
+
+
+FOREACH = ("_foreach_norm", "_foreach_mul_")
+
+
+def check_foreach() -> None:
+    """The kernels run as asked for, and where the device lacks them, True is refused on all ranks.
+
+    Also on ranks that have no part of any gradient.
+    """
+    for name, job in each_plan("zero3", "ddp", "hsdp"):
+        job.backward(0)
+        expected = job.clip(1e9)
+        clips = partial(sw.clip_grad_norm_, job.model, 1e9)
+        with pytest.MonkeyPatch.context() as patch:
+            called: list[str] = []
+            for kernel in FOREACH:
+                patch.setattr(torch, kernel, _noting(getattr(torch, kernel), kernel, called))
+            for foreach, kernels in ((None, FOREACH), (True, FOREACH), (False, ())):
+                called.clear()
+                norm = job.clip(0.9 * expected, foreach=foreach)
+                assert norm == pytest.approx(expected, rel=1e-5), (name, foreach)
+                # Of replicas only the first one counts its part.
+                assert set(called) in [{*kernels}, {*kernels} - {"_foreach_norm"}], name
+                expected *= 0.9
+            patch.setattr(access, "_device_has_foreach_support", lambda device: False)
+            with pytest.raises(UsageError, match=r"foreach=True.*cpu.*foreach=False"):
+                clips(foreach=True)
+            called.clear()
+            for foreach in (None, False):
+                assert clips(foreach=foreach).item() == pytest.approx(expected, rel=1e-5)
+            assert not called, name
+        job.update()
+
+
+def _noting(function: Callable[..., Any], name: str, called: list[str]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return function(*args, **kwargs)
+
+    return noting
+
+
+def test_clipping_takes_foreach_kernels_as_asked(four):
+    four.run(check_foreach)
 
 
 def check_nonfinite() -> None:

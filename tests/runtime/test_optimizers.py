@@ -1,14 +1,20 @@
 """Every element-wise optimizer class, groups, closures and schedulers, as in one plain process."""
 
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
+import shardwise as sw
 from shardwise.core.errors import UsageError
+from shardwise.plan.plan import Plan
+from tests.runtime.support import LIMIT_S, PLANS, levels_of, small
 from tests.runtime.training import FEW, Job, Signs, compare, each_plan, gpt, sharded_job, train
 
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
@@ -41,6 +47,71 @@ def check_class(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_elementwise_class(name, four):
     four.run(check_class, name)
+
+
+class Towers(nn.Module):
+    """One tower for each class of optimizer: to shard costs more than to train so little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in CLASSES
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tower(x) for tower in self.towers], -1)
+
+
+RATES: list[Callable[[optim.Optimizer], Any]] = [
+    lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=6, cycle_momentum=False),
+]
+
+
+def train_towers(plan: Plan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Every class on its own tower, each with a scheduler; one plain process without a plan."""
+    torch.manual_seed(0)
+    rank, world, model = dist.get_rank(), dist.get_world_size(), Towers().double()
+    made = [
+        kind(tower.parameters(), **copy.deepcopy(options))
+        for tower, (kind, options) in zip(model.towers, CLASSES.values(), strict=True)
+    ]
+    schedulers = [RATES[i % 3](optimizer) for i, optimizer in enumerate(made[::2])]
+    if plan is not None:  # the first is passed, the others are found when they step
+        plan = small(plan, units=("towers.*",), min_unit_numel=1)
+        sw.shard(model, made[0], plan, levels=levels_of(plan), timeout_s=LIMIT_S)
+    schedulers += [RATES[i % 3](optimizer) for i, optimizer in enumerate(made[1::2])]
+    rates = []
+    for step in range(4):
+        for each in range(world) if plan is None else [rank]:
+            generator = torch.Generator().manual_seed(100 * step + each)
+            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+            loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
+            (loss / world if plan is None else loss).backward()
+        for any_of_them in (*made, *schedulers):
+            any_of_them.step()
+        model.zero_grad() if step % 2 else [optimizer.zero_grad() for optimizer in made]
+        rates += [float(optimizer.param_groups[0]["lr"]) for optimizer in made]
+    if plan is None:
+        return rates, model.state_dict()
+    values = sw.state_dict(model, rank0_only=False)
+    sw.unshard(model)
+    return rates, values
+
+
+def check_towers() -> None:
+    rates, expected = train_towers(None)
+    for name, plan in PLANS.items():
+        found, values = train_towers(plan)
+        assert found == rates, name
+        for key, value in expected.items():
+            kind = list(CLASSES)[int(key.split(".")[1])]
+            assert (values[key] - value).abs().max() <= 1e-9, (name, kind, key)
+
+
+def test_every_class_under_every_plan(four):
+    four.run(check_towers)
 
 
 # --- refusals ---------------------------------------------------------------------------------

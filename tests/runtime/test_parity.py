@@ -8,6 +8,7 @@ import shardwise as sw
 from shardwise.core.topology import Topology
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import legal_plans
+from tests.harness import Workers
 from tests.models import (
     SharedLayers,
     TinyGPT,
@@ -25,6 +26,7 @@ GRIDS = {
     2: ["world=2", "node=1,world=2"],
     4: ["node=2,world=2", "node=1,world=4", "node=4,world=1"],
 }
+EVERY_GRID = [levels for grids in GRIDS.values() for levels in grids]
 KINDS = {"gpt": TinyGPT, "shared": SharedLayers}
 
 
@@ -62,12 +64,16 @@ def check_plans(kind: str, levels: str) -> list[tuple[str, float]]:
     return results
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("levels", [levels for grids in GRIDS.values() for levels in grids])
-def test_parameters_equal_one_process_under_every_legal_plan(levels, kind, request):
+def pool_for(levels: str, request: pytest.FixtureRequest) -> Workers:
     world = Topology.parse(levels).world
-    pool = request.getfixturevalue({1: "one", 2: "two", 4: "four"}[world])
-    for results in pool.run(check_plans, kind, levels, limit_s=240):
+    pool: Workers = request.getfixturevalue({1: "one", 2: "two", 4: "four"}[world])
+    return pool
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("levels", EVERY_GRID)
+def test_parameters_equal_one_process_under_every_legal_plan(levels, kind, request):
+    for results in pool_for(levels, request).run(check_plans, kind, levels, limit_s=240):
         assert results
         worst = max(results, key=lambda item: item[1])
         assert worst[1] <= 1e-9, worst
@@ -108,6 +114,8 @@ def check_float32(kind: str, levels: str) -> None:
         sw.unshard(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_float32_losses_and_gradient_norms_equal_one_process(kind, four):
-    four.run(check_float32, kind, "node=2,world=2", limit_s=200)
+@pytest.mark.parametrize(
+    ("levels", "kind"), [*((levels, "gpt") for levels in EVERY_GRID), ("node=2,world=2", "shared")]
+)
+def test_float32_losses_and_gradient_norms_equal_one_process(levels, kind, request):
+    pool_for(levels, request).run(check_float32, kind, levels, limit_s=200)

@@ -13,7 +13,7 @@ from shardwise.plan.schedule import Op, Phase, schedule
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine
 
 LEVELS = "node=2,world=2"
-PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp"]
+PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean"]
 
 
 def _planned(model, plan, *phases: Phase) -> Counter[Op]:
@@ -63,7 +63,7 @@ def compare(name: str, keep: str) -> None:
 
 def compare_all() -> None:
     for name in PLANS:
-        compare(name, "none")
+        compare(name, sw.presets.PRESETS[name]().keep)
     compare("zero3", "node")
     compare("zero3", "full")
     compare("hsdp", "full")

@@ -101,7 +101,7 @@ def check_recipe(name: str) -> None:
     dtype, precision, tolerance = RECIPES[name]
     emulated = Emulated(plain_job(dtype=dtype), precision, str(dtype).removeprefix("torch."))
     expected = train(emulated)
-    for plan in TRAVEL:
+    for plan in PLANS:
         job = sharded_job(replace(PLANS[plan], precision=precision), optimizer=sgd, dtype=dtype)
         assert_close(train(job), expected, plan, tolerance)
         masters = sw.state_dict(job.model, rank0_only=False, master=True)
@@ -191,7 +191,7 @@ def check_scaler() -> None:
     expected = scaled(emulated)
     scales = expected[1::2]
     assert scales == [256.0, 128.0, 128.0, 256.0, 256.0]
-    for plan in TRAVEL:
+    for plan in PLANS:
         job = sharded_job(
             replace(PLANS[plan], precision=precision), optimizer=sgd, dtype=torch.float32
         )
@@ -243,7 +243,7 @@ def autocast_training(job: Job) -> list[float]:
 
 
 def check_autocast() -> None:
-    compare(autocast_training, TRAVEL, optimizer=sgd, dtype=torch.float32, tolerance=1e-4)
+    compare(autocast_training, optimizer=sgd, dtype=torch.float32, tolerance=1e-4)
 
 
 def test_autocast_trains_like_plain_autocast(four):

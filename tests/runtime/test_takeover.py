@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 import shardwise as sw
 from shardwise.core.errors import UsageError
 from tests.models import largest_difference
-from tests.runtime.support import LEVELS, small
+from tests.runtime.support import LEVELS, LIMIT_S, levels_of, small
 from tests.runtime.training import (
     FEW,
     PLANS,
@@ -53,7 +53,7 @@ def load_plain_states() -> None:
     train(plain, 2)
     saved, parameters = copy.deepcopy(plain.optimizer.state_dict()), plain.parameters()
     expected = train(plain)
-    for name, job in each_plan(*FEW, optimizer=spelled_out):
+    for name, job in each_plan(optimizer=spelled_out):
         job.model.load_state_dict(parameters, strict=False)
         job.optimizer.load_state_dict(saved)
         losses = train(job)
@@ -86,7 +86,7 @@ def refuse_states() -> None:
 
 
 def check_states() -> None:
-    compare(resume, FEW)
+    compare(resume)
     load_plain_states()
     refuse_states()
 
@@ -101,15 +101,15 @@ def test_states_round_trip_and_load_from_one_process(four):
 def late(plan: str, make: Any, **options: Any) -> Job:
     """A job whose optimizer was built after shard and never passed to it."""
     torch.manual_seed(0)
-    model, world = gpt().double(), dist.get_world_size()
-    sw.shard(model, plan=small(PLANS[plan]), levels=LEVELS[world], **options)
+    model, world, chosen = gpt().double(), dist.get_world_size(), small(PLANS[plan])
+    sw.shard(model, plan=chosen, levels=levels_of(chosen), timeout_s=LIMIT_S, **options)
     return Job(model, make(model), range(dist.get_rank(), dist.get_rank() + 1), world)
 
 
 def check_late() -> None:
     plain = plain_job()
     expected = train(plain)
-    for plan in FEW:
+    for plan in FEW:  # under all plans: test_every_class_under_every_plan
         job = late(plan, lambda m: optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1))
         losses = train(job)
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-9, plan
@@ -137,6 +137,82 @@ def check_late() -> None:
 
 def test_an_optimizer_built_after_shard_is_taken_over(four):
     four.run(check_late)
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
+def break_first_step(job: Job, way: str) -> list[float]:
+    """The first step raises inside the optimizer, or in a hook after it; gradients are dropped."""
+    losses = [job.backward(10)]
+    group = job.optimizer.param_groups[0]
+    betas, handle = group["betas"], None
+    if way == "inside":
+        group["betas"] = 0.9
+    else:
+        handle = job.optimizer.register_step_post_hook(fail)
+    with pytest.raises((ArithmeticError, TypeError)):
+        job.optimizer.step()
+    group["betas"] = betas
+    if handle is not None:
+        handle.remove()
+    job.optimizer.zero_grad()
+    listed = [p for group in job.optimizer.param_groups for p in group["params"]]
+    assert all(p is q for p, q in zip(listed, job.model.parameters(), strict=True))
+    return losses + train(job)
+
+
+def check_broken_first_step() -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+    for way in ("inside", "after"):
+        plain = plain_job()
+        plain.optimizer = make(plain.model)
+        expected = break_first_step(plain, way)
+        for plan in ("zero3", "zero1", "ddp"):
+            job = late(plan, make)
+            losses = break_first_step(job, way)
+            assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-9, plan
+            assert largest_difference(job.parameters(), plain.parameters()) <= 1e-9, plan
+            sw.unshard(job.model)
+
+
+def test_the_first_step_of_a_late_optimizer_may_raise(four):
+    four.run(check_broken_first_step)
+
+
+def refuse_first_step(job: Job) -> list[float]:
+    """The first step is refused before it begins; its gradients stay, or are dropped."""
+    losses = []
+    for keeps in (True, False):
+        losses.append(job.backward(10 + keeps))
+        handle = job.optimizer.register_step_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            job.optimizer.step()
+        handle.remove()
+        listed = [p for group in job.optimizer.param_groups for p in group["params"]]
+        assert all(p is q for p, q in zip(listed, job.model.parameters(), strict=True))
+        if not keeps:
+            job.optimizer.zero_grad()
+    return losses + train(job)
+
+
+def check_refused_first_step() -> None:
+    plain = plain_job()
+    expected = refuse_first_step(plain)
+    for plan in ("zero3", "zero1", "ddp", "mics world:2"):
+        job = late(plan, lambda m: optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1))
+        losses = refuse_first_step(job)
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-9, plan
+        assert largest_difference(job.parameters(), plain.parameters()) <= 1e-9, plan
+        assert largest_difference(job.states(), plain.states()) <= 1e-9, plan
+        sw.unshard(job.model)
+
+
+def test_the_first_step_of_a_late_optimizer_may_be_refused(four):
+    four.run(check_refused_first_step)
 
 
 def two_models_one_optimizer() -> None:

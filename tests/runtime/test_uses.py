@@ -18,7 +18,9 @@ from tests.models import TinyGPT, batch, largest_difference, lm_loss, mine
 from tests.runtime.support import (
     LEVELS,
     LIMIT_S,
+    ONE_LEVEL,
     PLANS,
+    TWO_LEVELS,
     Case,
     assert_at_rest,
     build,
@@ -123,7 +125,7 @@ def the_whole_model_compiled(model, rank, step):
 FIRST_REPLICATED = {"overrides": (Override(unit="blocks.0", **spreads("none", "none", "world")),)}
 
 
-@case(TinyGPT, plans=("zero3", "zero3 keep=full"), changes=FIRST_REPLICATED)
+@case(TinyGPT, plans=("zero3", "fsdp keep=full"), changes=FIRST_REPLICATED)
 def the_first_block_replicated(model, rank, step):
     return train(model, rank, step)
 
@@ -133,12 +135,12 @@ def no_prefetch(model, rank, step):
     return train(model, rank, step)
 
 
-@case(TinyGPT, plans=("zero3", "zero3 keep=full"), changes={"prefetch": 3})
+@case(TinyGPT, plans=("zero3", "fsdp keep=full"), changes={"prefetch": 3})
 def prefetch_of_three(model, rank, step):
     return train(model, rank, step)
 
 
-@case(TinyGPT, plans=("zero3 keep=full",), changes={"keep_until": "step"})
+@case(TinyGPT, plans=("fsdp keep=full",), changes={"keep_until": "step"})
 def accumulation_keeping_until_the_step(model, rank, step):
     return _accumulate(model, rank, step)
 
@@ -183,6 +185,55 @@ def exceptions_on_all_ranks(model, rank, step):
             model(features(rank, step))
         handle.remove()
     return train_stack(model, rank, step)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@case(Stack, steps=4, extra_gathers=True)  # the first backward is not recorded in full
+def interrupted_in_backward(model, rank, step):
+    """By the user, who goes on: what had arrived counts, as without us."""
+    if step in (0, 2):
+        out = model(features(rank, step))
+        out.register_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            out.sum().backward()
+    return train_stack(model, rank, step)
+
+
+@case(Stack, steps=5)
+def interrupted_in_forward(model, rank, step):
+    """By the user, who goes on: with another forward, or with a step of what there was before."""
+    places = {1: model.blocks[1], 2: model.blocks[1].up, 3: model.last}
+    if step in places:
+        handle = places[step].register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt), torch.autocast("cpu", enabled=False):
+            model(features(rank, step))
+        handle.remove()
+    return train_stack(model, rank, step)
+
+
+def step_after_an_interrupted_forward() -> None:
+    """An interrupt between backward and step leaves nothing that counts as a running forward."""
+    model = build(Stack)
+    optimizer = sgd(model)
+    sw.shard(model, optimizer, small(PLANS["zero3"]), levels=LEVELS[2], timeout_s=LIMIT_S)
+    for step in range(2):
+        model(features(dist.get_rank(), step)).mean().backward()
+        handle = model.blocks[0].register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(features(dist.get_rank(), step))
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.is_autocast_cache_enabled()
+    assert_at_rest(model)
+    sw.unshard(model)
+
+
+def test_a_step_after_an_interrupted_forward(two):
+    two.run(step_after_an_interrupted_forward)
 
 
 def read_after_forward() -> None:
@@ -239,7 +290,7 @@ def several_models() -> None:
         soft = teacher(frame.before(x))  # gradients through the frozen teacher, too
         return F.mse_loss(frame(x), wanted) + 0.1 * soft.square().mean()
 
-    for names in (("zero3", "zero1"), ("zero3", "zero3 keep=full")):
+    for names in (("zero3", "zero1"), ("zero3", "fsdp keep=full")):
         plain_teacher, plain = make()
         teacher, frame = make()
         plain_optimizer, optimizer = sgd(plain), sgd(frame.inner)
@@ -281,7 +332,7 @@ class Dropping(TinyGPT):
 
 def bitwise_alone() -> None:
     """One rank: the same bits as a plain process, random numbers included, under every plan."""
-    for name in PLANS:
+    for name in (*ONE_LEVEL, "zero2", *TWO_LEVELS):
         plain, model = build(Dropping), build(Dropping)
         # Not the fused kernel, which rounds otherwise than the one that plain torch would take.
         reference, optimizer = (

@@ -19,10 +19,15 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.plan.plan import Plan
 from tests.models import TinyGPT, largest_difference
-from tests.runtime import support
-from tests.runtime.support import LEVELS, LIMIT_S, assert_at_rest, assert_close, small
+from tests.runtime.support import (
+    LIMIT_S,
+    PLANS,
+    assert_at_rest,
+    assert_close,
+    levels_of,
+    small,
+)
 
-PLANS: dict[str, Plan] = {**support.PLANS, "zero2": sw.presets.zero2()}
 FEW = ("zero3", "ddp", "zero1", "amsp")
 """Where the plan hardly matters: parts of all, of none, of some states."""
 
@@ -181,7 +186,7 @@ def sharded_job(
     model = kind().to(dtype)
     made = optimizer(model)
     plan = small(PLANS[plan] if isinstance(plan, str) else plan)
-    sw.shard(model, made, plan, levels=LEVELS[world], timeout_s=LIMIT_S, **options)
+    sw.shard(model, made, plan, levels=levels_of(plan), timeout_s=LIMIT_S, **options)
     return Job(model, made, range(rank, rank + 1), world)
 
 

@@ -18,10 +18,13 @@ PLAN_KEYS = {
     "name",
     "params",
     "params.spread",
+    "params.wire",
     "grads",
     "grads.spread",
+    "grads.wire",
     "optim",
     "optim.spread",
+    "optim.wire",
     "keep",
     "keep_until",
     "precision",
@@ -39,7 +42,7 @@ PLAN_KEYS = {
     "overrides.keep",
 }
 
-PRESET_NAMES = {"ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "mics", "amsp"}
+PRESET_NAMES = {"ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "mics", "amsp", "zeropp", "lean"}
 
 EXPLAIN_KEYS = {
     "plan",
@@ -60,6 +63,7 @@ MEMORY_KEYS = {
     "grads",
     "grad_buffers",
     "optim",
+    "wires",
     "activations",
     "allowance",
     "total",

@@ -1,0 +1,294 @@
+"""Hops in wire formats: the same training where nothing is lost, close to it where something is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.api import runtime_of
+from shardwise.core.topology import Topology
+from shardwise.plan import schedule
+from shardwise.plan.plan import Plan
+from shardwise.plan.validate import legal_plans, violations
+from tests.models import SharedLayers, TinyGPT, adamw, batch, lm_loss, make, mine
+
+GRIDS = {2: ["world=2"], 4: ["node=2,world=2", "node=1,world=4", "node=4,world=1"]}
+WIRES = {
+    "int8": ("int8", "int8", "int8"),
+    "zeropp": ("int8", "int4,node=int8", ""),
+    "delta": ("", "int4,node=int8", "int4/delta"),
+    "odd blocks": ("world=int8/32/symmetric", "int8/64,node=bf16", "bf16"),
+}
+"""Formats of P, G and OS."""
+
+
+def wired(plan: Plan, params: str, grads: str, optim: str) -> Plan:
+    return replace(
+        plan,
+        min_unit_numel=1000,
+        params=replace(plan.params, wire=params),
+        grads=replace(plan.grads, wire=grads),
+        optim=replace(plan.optim, wire=optim),
+    )
+
+
+def train(plan: Plan, levels: str, kind=TinyGPT, steps: int = 3, **kwargs):
+    """A few steps in float32; returns the sharded model and the losses of the global batches."""
+    model = make(kind, torch.float32, **kwargs)
+    optimizer = adamw(model)
+    sw.shard(model, optimizer, plan=plan, levels=levels)
+    losses = []
+    for step in range(steps):
+        for micro in range(2):
+            if micro == 0:
+                with sw.no_sync(model):
+                    lm_loss(model, *mine(*batch(2 * step))).backward()
+            else:
+                loss = lm_loss(model, *mine(*batch(2 * step + 1)))
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return model, losses
+
+
+def assert_replicas_agree(model, label: object) -> None:
+    """All holders of an interval hold equal bits, at rest and gathered."""
+    runtime = runtime_of(model)
+    for unit in runtime.units:
+        unit.settle()
+    runtime.grid.gathers.drain()
+    for unit in runtime.units:
+        for flat in unit.flats:
+            mine_here = (flat.part_at, flat.part.clone())
+            seen: list = [None] * dist.get_world_size()
+            dist.all_gather_object(seen, mine_here)
+            held: dict = {}
+            for place, part in seen:
+                first = held.setdefault(place, part)
+                assert torch.equal(first, part), (label, unit.name, place)
+    model.eval()
+    with torch.no_grad():
+        logits = model(batch(0)[0])
+    seen = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, logits)
+    for other in seen:
+        assert torch.equal(other, seen[0]), label
+    model.train()
+
+
+# --- nothing lost ---------------------------------------------------------------------------------
+
+
+def check_lossless(levels: str) -> None:
+    """A format that loses nothing gives the bits of raw hops, under every legal plan."""
+    for plan in legal_plans(Topology.parse(levels)):
+        raw, raw_losses = train(wired(plan, "", "", ""), levels, steps=2)
+        coded, losses = train(wired(plan, "fp32", "fp32", "fp32"), levels, steps=2)
+        assert losses == raw_losses, plan
+        expected = sw.state_dict(raw, rank0_only=False)
+        for name, value in sw.state_dict(coded, rank0_only=False).items():
+            assert torch.equal(value, expected[name]), (plan, name)
+        sw.unshard(raw)
+        sw.unshard(coded)
+
+
+@pytest.mark.parametrize("levels", [levels for grids in GRIDS.values() for levels in grids])
+def test_a_format_that_loses_nothing_gives_the_bits_of_raw_hops(levels, request):
+    pool = request.getfixturevalue({2: "two", 4: "four"}[Topology.parse(levels).world])
+    pool.run(check_lossless, levels, limit_s=240)
+
+
+def check_chunks() -> None:
+    """Reductions in several chunks are those in one, with and without the outer lane."""
+    kept = schedule.CHUNK_NUMEL
+    for wires in (
+        ("", "int4,node=int8", ""),
+        ("", "world=int8", ""),
+        ("", "int4/feedback,node=int8", ""),
+    ):
+        plan = wired(sw.presets.zero3(), *wires)
+        results = []
+        for chunk in (1, kept):
+            schedule.CHUNK_NUMEL = chunk
+            model, losses = train(plan, "node=2,world=2", dim=64, layers=2)
+            results.append((losses, sw.state_dict(model, rank0_only=False)))
+            sw.unshard(model)
+        schedule.CHUNK_NUMEL = kept
+        (losses, values), (whole_losses, whole_values) = results
+        assert losses == whole_losses
+        for name in values:
+            assert torch.equal(values[name], whole_values[name]), (wires, name)
+
+
+def test_chunks_of_a_reduction_give_the_bits_of_the_whole(four):
+    four.run(check_chunks, limit_s=120)
+
+
+# --- something lost -------------------------------------------------------------------------------
+
+
+def check_lossy(levels: str, wires: str, kind) -> None:
+    """Losses near those of one process, and equal bits on all replicas, under every legal plan."""
+    reference = make(kind, torch.float32)
+    optimizer = adamw(reference)
+    expected = []
+    for step in range(3):
+        for index in (2 * step, 2 * step + 1):
+            loss = lm_loss(reference, *batch(index))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    tested = 0
+    for plan in legal_plans(Topology.parse(levels)):
+        lossy = wired(plan, *WIRES[wires])
+        if violations(lossy, Topology.parse(levels)):
+            continue
+        model, losses = train(lossy, levels, kind)
+        assert losses == pytest.approx(expected, rel=5e-2), lossy
+        assert_replicas_agree(model, lossy)
+        sw.unshard(model)
+        tested += 1
+    assert tested > 3
+
+
+@pytest.mark.parametrize(
+    ("levels", "wires"),
+    [
+        *(("node=2,world=2", wires) for wires in WIRES),
+        ("world=2", "zeropp"),
+        ("node=1,world=4", "delta"),
+        ("node=4,world=1", "int8"),
+    ],
+)
+def test_lossy_hops_train_alike_and_replicas_hold_equal_bits(levels, wires, request):
+    pool = request.getfixturevalue({2: "two", 4: "four"}[Topology.parse(levels).world])
+    kind = SharedLayers if wires == "zeropp" else TinyGPT
+    pool.run(check_lossy, levels, wires, kind, limit_s=240)
+
+
+# --- what else must hold --------------------------------------------------------------------------
+
+
+def check_exact_reading() -> None:
+    """Looking at parameters shows their exact values, and writing them back changes nothing."""
+    plan = wired(sw.presets.zeropp(), "int8", "int4", "")
+    model = make(TinyGPT, torch.float32)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    sw.shard(model, adamw(model), plan=plan, levels="node=2,world=2")
+    with torch.no_grad():
+        lm_loss(model, *batch(0))  # gathers in int8
+    for name, value in sw.state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, expected[name]), name
+    with sw.full_params(model, write=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+    for name, value in sw.state_dict(model, rank0_only=False, master=True).items():
+        assert torch.equal(value, expected[name]), name
+    sw.unshard(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def check_nan() -> None:
+    """A NaN in one rank's gradient is one in everybody's, in every format, with feedback or not."""
+    for wire in ("int8", "int4,node=int8", "int4/feedback,node=int8", "fp16"):
+        model = make(TinyGPT, torch.float32)
+        optimizer = adamw(model)
+        sw.shard(
+            model, optimizer, plan=wired(sw.presets.zero3(), "", wire, ""), levels="node=2,world=2"
+        )
+        loss = lm_loss(model, *mine(*batch(0)))
+        (loss * (float("nan") if dist.get_rank() == 3 else 1.0)).backward()
+        grads = sw.full_grads(model)
+        assert all(grad.isnan().all() for grad in grads.values()), wire
+        assert sw.clip_grad_norm_(model, 1.0).isnan()
+        optimizer.zero_grad()
+        # What is skipped (as GradScaler does) leaves nothing behind.
+        lm_loss(model, *mine(*batch(0))).backward()
+        assert all(grad.isfinite().all() for grad in sw.full_grads(model).values()), wire
+        sw.unshard(model)
+
+
+def check_feedback() -> None:
+    """With error feedback what one reduction loses is in the next: sums of gradients stay near."""
+    sums = {}
+    for wire in ("", "int4,node=fp32", "int4/feedback,node=fp32"):
+        model = make(TinyGPT, torch.float32)
+        sw.shard(
+            model,
+            adamw(model),
+            plan=wired(sw.presets.zero3(), "", wire, ""),
+            levels="node=2,world=2",
+        )
+        total: dict = {}
+        for _ in range(20):
+            lm_loss(model, *mine(*batch(0))).backward()
+            for name, grad in sw.full_grads(model).items():
+                total[name] = total.get(name, 0) + grad.double()
+            model.zero_grad()
+        sums[wire] = total
+        sw.unshard(model)
+    exact, without, with_feedback = sums.values()
+
+    def error(other: dict) -> float:
+        gap = sum(float((other[n] - exact[n]).square().sum()) for n in exact)
+        return (gap / sum(float(exact[n].square().sum()) for n in exact)) ** 0.5
+
+    assert error(with_feedback) < error(without) / 5, (error(with_feedback), error(without))
+
+
+def check_differences() -> None:
+    """Differences let replicas follow the exact master closely, however long; direct int4 does not."""
+    gaps = {}
+    for wire in ("int4/delta", "int4"):
+        model, _ = train(wired(sw.presets.amsp(), "", "", wire), "node=2,world=2", steps=10)
+        held = sw.state_dict(model, rank0_only=False)
+        master = sw.state_dict(model, rank0_only=False, master=True)
+        gaps[wire] = max(float((held[n] - master[n]).abs().max()) for n in held)
+        sw.unshard(model)
+    # One AdamW step moves a weight by about the learning rate, 0.01.
+    assert gaps["int4/delta"] < 0.01, gaps
+    assert gaps["int4"] > 5 * gaps["int4/delta"], gaps
+
+
+def check_mixed_precision() -> None:
+    """bf16 compute and reduction, frozen parameters, clipping and an uneven divisor, in few bits."""
+    for preset in (sw.presets.zeropp, sw.presets.lean):
+        results = {}
+        for wires in (None, ("", "", "")):
+            precision = sw.Precision(compute="bfloat16", reduce="bfloat16", master="float32")
+            plan = replace(preset(precision=precision), min_unit_numel=1000)
+            plan = plan if wires is None else wired(plan, *wires)
+            model = make(TinyGPT, torch.float32)
+            for parameter in model.blocks[0].parameters():
+                parameter.requires_grad_(False)
+            optimizer = adamw(model)
+            sw.shard(model, optimizer, plan=plan, levels="node=2,world=2")
+            sw.set_grad_divisor(model, 3.0)
+            losses = []
+            for step in range(4):
+                loss = lm_loss(model, *mine(*batch(step)))
+                loss.backward()
+                norm = sw.clip_grad_norm_(model, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert_replicas_agree(model, plan)
+            results[wires is None] = [*losses, norm.item()]
+            sw.unshard(model)
+        assert results[True] == pytest.approx(results[False], rel=5e-2), preset
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_exact_reading, check_nan, check_feedback, check_differences, check_mixed_precision],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
+def test_wires(check, four):
+    four.run(check, limit_s=120)
