@@ -237,11 +237,12 @@ def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
     from shardwise.train.config import ModelConfig
     from shardwise.train.models import build_model
 
+    # Both half-precision dtypes take the same memory, and models are built in one of them.
+    compute = plan.precision.compute or "float32"
+    config = ModelConfig(name=name, dtype="bfloat16" if compute == "float16" else compute)
+
     def build() -> torch.nn.Module:
-        module = build_model(ModelConfig(name=name))
-        return (
-            module.to(getattr(torch, plan.precision.compute)) if plan.precision.compute else module
-        )
+        return build_model(config)
 
     def run(module: torch.nn.Module) -> object:
         tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)

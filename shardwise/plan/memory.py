@@ -111,6 +111,7 @@ def memory(
         grad_buffers=_grad_buffers(placed),
         optim=optim,
         wires=_climbs(placed)
+        + max(_spread(unit) for unit in placed)
         + _reductions(placed, accumulates)
         + sum(_residuals(unit) for unit in placed),
         activations=activations,
@@ -199,6 +200,20 @@ def _climbs(units: list[_Placed]) -> int:
                         words = unit.dtype_bytes("master", flat)
                         differences.append(unit.part_numel(flat, rungs.optim) * words)
     return max(payloads) + max(differences)
+
+
+def _spread(placed: _Placed) -> int:
+    """The longest payload of sums on their way back to replicas, where they are not sent raw."""
+    rungs, wire = placed.rungs, placed.plan.grads.wire
+    payloads = [0]
+    for flat in trained_flats(placed.unit):
+        dtype = placed.dtype("reduce", flat)
+        for rung in range(rungs.optim, rungs.bottom):
+            step = rungs.ladder.steps[rung]
+            format = format_of(wire, step, dtype)
+            if step.size > 1 and (format or dtype != placed.dtype("master", flat)):
+                payloads.append(payload_bytes(flat, rungs, rung, dtype, format))
+    return max(payloads)
 
 
 def _reductions(units: list[_Placed], accumulates: bool) -> int:

@@ -206,8 +206,7 @@ def _grads_ready(
     down = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom, wire))
     if rungs.optim == rungs.bottom:
         return (down,)
-    masters = [(flat, precision.master_dtype(flat.dtype)) for flat in flats]
-    up = tuple(reversed(_hops(masters, rungs, rungs.optim, rungs.bottom, wire)))
+    up = tuple(reversed(_hops(sizes, rungs, rungs.optim, rungs.bottom, wire)))
     return (down, Op(Kind.SPREAD, unit.name, up))
 
 

@@ -166,6 +166,35 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
     return found
 
 
+def feedback_state(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """What this rank's error feedback will add to the next gradients, by unit and flat."""
+    runtime.require_idle("feedback_state")
+    return {
+        f"{unit.name}/{index}": flat.lost.clone()
+        for unit in runtime.units
+        for index, flat in enumerate(unit.flats)
+        if flat.lost is not None
+    }
+
+
+def load_feedback_state(runtime: Runtime, state: dict[str, torch.Tensor]) -> None:
+    """Takes back what ``feedback_state`` gave on this rank; what is absent begins anew."""
+    runtime.require_idle("load_feedback_state")
+    flats = {
+        f"{unit.name}/{index}": flat
+        for unit in runtime.units
+        for index, flat in enumerate(unit.flats)
+    }
+    for name, lost in state.items():
+        if name not in flats or lost.dim() != 2 or lost.shape[1] != flats[name].granule:
+            raise UsageError(
+                f"Feedback '{name}' of shape {tuple(lost.shape)} belongs to no flat of this model "
+                "on this rank; it loads only under the plan, ranks and model that it comes from."
+            )
+    for name, flat in flats.items():
+        flat.lost = state[name].clone() if name in state else None
+
+
 def optim_state_dict(runtime: Runtime, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Optimizer states in full, by parameter name, on every rank; collective."""
     runtime.require_idle("optim_state_dict")

@@ -98,15 +98,27 @@ class Carrier:
 
     # --- up -----------------------------------------------------------------------------------
 
-    def climb(self, flat: "Flat", buffer: torch.Tensor, origin: int, legs: Sequence[Leg]) -> None:
-        """Fills ``buffer``, which begins at element ``origin``, from the own part upwards."""
+    def climb(
+        self,
+        flat: "Flat",
+        buffer: torch.Tensor,
+        origin: int,
+        legs: Sequence[Leg],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Fills ``buffer``, which begins at element ``origin``, from the own part upwards.
+
+        ``dtype`` is that of what has no wire format, where it is not the buffer's.
+        """
+        dtype = dtype or buffer.dtype
         for format, run in _runs(flat, legs):
-            if format is None:
+            if format is None and dtype == buffer.dtype:
                 for leg in run:
                     leg.link.gather(buffer[flat.interval(leg.high).relative_to(origin)], leg.key)
                 continue
             own = buffer[flat.interval(run[0].low).relative_to(origin)]
-            payload, codec = self._send_up(flat, format, run, own)
+            codec = self.codec(format, dtype, flat.granule)
+            payload = self._send_up(flat, codec, run, own)
             codec.decode(payload, buffer[flat.interval(run[-1].high).relative_to(origin)])
 
     def climb_by_difference(
@@ -126,7 +138,8 @@ class Carrier:
         old = buffer[flat.interval(run[0].low).relative_to(origin)]
         difference = self.scratch("difference", old.numel(), new.dtype)
         torch.sub(new, old, out=difference)
-        payload, codec = self._send_up(flat, format, run, difference)
+        codec = self.codec(format, difference.dtype, flat.granule)
+        payload = self._send_up(flat, codec, run, difference)
         target = buffer[flat.interval(run[-1].high).relative_to(origin)]
         for elements, nbytes in codec.chunks(target.numel()):
             total = target[elements].to(new.dtype)  # a view where the dtypes agree
@@ -136,10 +149,9 @@ class Carrier:
         self.climb(flat, buffer, origin, [leg for _, later in rest for leg in later])
 
     def _send_up(
-        self, flat: "Flat", format: Format, run: Sequence[Leg], own: torch.Tensor
-    ) -> tuple[torch.Tensor, Codec]:
+        self, flat: "Flat", codec: Codec, run: Sequence[Leg], own: torch.Tensor
+    ) -> torch.Tensor:
         """Encodes the own part once and forwards it over a run of hops; returns all payloads."""
-        codec = self.codec(format, own.dtype, flat.granule)
         top = flat.interval(run[-1].high)
         payload = self.payload(codec.nbytes(top.numel), run)
 
@@ -150,7 +162,7 @@ class Carrier:
         codec.encode(own, at(run[0].low))
         for leg in run:
             leg.link.gather(at(leg.high), leg.key)
-        return payload, codec
+        return payload
 
     # --- down ---------------------------------------------------------------------------------
 

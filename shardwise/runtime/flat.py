@@ -103,7 +103,8 @@ class Flat:
         """Whether ``held`` has anything since it was last dropped or reduced on."""
         self.reduced_valid = False
         """Whether ``reduced`` has anything since it was last dropped."""
-        self._residual: torch.Tensor | None = None
+        self.lost: torch.Tensor | None = None
+        """What error feedback will add to the next gradients; see ``residual``."""
         self.slots: list[ParamSlot] = []
 
     def format(self, hop: Hop) -> Format | None:
@@ -240,20 +241,22 @@ class Flat:
     def spread(self, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Replicas of OS's part collect the sums that others made."""
         if legs:
-            carrier.climb(self, self.open_reduced(), self.optim_at.start, legs)
+            carrier.climb(self, self.open_reduced(), self.optim_at.start, legs, self.dtypes.reduce)
 
     def residual(self, hop: Hop) -> torch.Tensor | None:
         """What earlier reductions lost on a hop with error feedback: a row for each other member.
 
-        Made when first needed; see ``carry._add_residual``.
+        Only on the hop to the bottom, where it is smallest. Made when first needed; see
+        ``carry._add_residual``.
         """
         format = self.format(hop)
-        if format is None or not format.feedback:
+        is_last = self.rungs.ladder.parts[hop.step + 1] == self.rungs.granules
+        if format is None or not format.feedback or not is_last:
             return None
-        if self._residual is None:
+        if self.lost is None:
             numel = (hop.size - 1) * self.granule
-            self._residual = zeros(numel, torch.float32, self._device).view(-1, self.granule)
-        return self._residual
+            self.lost = zeros(numel, torch.float32, self._device).view(-1, self.granule)
+        return self.lost
 
 
 @dataclass

@@ -30,19 +30,29 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._idle: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        self._idle: dict[int, list[tuple[torch.UntypedStorage, torch.cuda.Event | None]]] = (
+            defaultdict(list)
+        )
         self.held_bytes = 0
         self.peak_bytes = 0
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         if self._idle[nbytes]:
-            return self._idle[nbytes].pop()
+            storage, used = self._idle[nbytes].pop()
+            if used is not None:
+                torch.cuda.current_stream(self._device).wait_event(used)
+            return storage
         self.held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return allocate(nbytes, self._device)
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        self._idle[storage.nbytes()].append(storage)
+        """Takes memory back; on CUDA the stream that gives it may still be working on it."""
+        used = None
+        if self._device.type == "cuda":
+            used = torch.cuda.Event()
+            used.record(torch.cuda.current_stream(self._device))
+        self._idle[storage.nbytes()].append((storage, used))
 
     def trim(self) -> None:
         """Returns idle memory to the system."""

@@ -189,7 +189,7 @@ def test_dtypes_of_each_use() -> None:
     flows = sent(step_traffic(presets.hsdp(precision=precision), model, GRID))
     node, outside = ring.on(0, ring.all), ring.outside(ring.all)
     whole = 4 * ring.across(ring.all)
-    assert flows == [2 * node, 2 * ring.on(0, ring.inner), whole, 8 * outside, 0]
+    assert flows == [2 * node, 2 * ring.on(0, ring.inner), whole, 4 * outside, 0]
     flows = sent(step_traffic(presets.zero1(precision=precision), model, GRID))
     assert flows == [0, 0, whole, 0, 2 * ring.across(ring.all)]
 
