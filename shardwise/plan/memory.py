@@ -217,7 +217,7 @@ def _spread(placed: _Placed) -> int:
 
 
 def _reductions(units: list[_Placed], accumulates: bool) -> int:
-    """Chunks of the longest encoded reduction: values in float32, and payloads of their hops."""
+    """Chunks of the longest encoded reduction: sums in float32, and payloads of their hops."""
     needed = [0]
     for unit in units:
         rungs = unit.rungs
@@ -237,7 +237,8 @@ def _reductions(units: list[_Placed], accumulates: bool) -> int:
             inner = [size for index, size in payloads.items() if index != outer]
             travelling = max(inner, default=0) + payloads.get(-1 if outer is None else outer, 0)
             buffers = 1 if outer is None else 2 + accumulates
-            values = buffers * flat.numel * max(4, DTYPE_BYTES[dtype])
+            first = next(i for i, step in enumerate(rungs.ladder.steps) if step.size > 1)
+            values = buffers * unit.part_numel(flat, first + 1) * max(4, DTYPE_BYTES[dtype])
             needed.append(int(share * (values + travelling)))
     return max(needed)
 

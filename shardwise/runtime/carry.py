@@ -187,19 +187,30 @@ class Carrier:
             return
         rows, sums = source.view(-1, flat.granule), out.view(-1, flat.granule)
         dtype = torch.promote_types(source.dtype, torch.float32)
+        first, *others = legs
+        if outer is not None and not others:
+            # The only leg runs later, when the source may be gone: it gets a copy.
+            first, others = None, [first]
+        low = top if first is None else first.low
         for columns in chunk_columns(flat.granule, len(rows)):
-            chunk = _Chunk(flat, top, columns)
+            chunk = _Chunk(flat, columns)
             # What the outer lane still works on is not this chunk's to overwrite.
             role = f"values {outer.turn()}" if outer else "values"
-            values = self.scratch(role, len(rows) * chunk.granule, dtype)
-            values.view(len(rows), -1).copy_(rows[:, columns])
-            for leg in legs[:-1]:
-                self._sum(chunk, leg, values)
+            mine = flat.rows(low, top)
+            values = self.scratch(role, (mine.stop - mine.start) * chunk.granule, dtype)
+            values = values.view(-1, chunk.granule).copy_(rows[mine, columns])
+            if first is not None:
+                self._sum(chunk, first, rows[:, columns], values)
+            for leg in others[:-1]:
+                self._sum(
+                    chunk, leg, values[flat.rows(leg.high, low)], values[flat.rows(leg.low, low)]
+                )
 
             def end(carrier: Carrier, chunk: _Chunk = chunk, values: torch.Tensor = values) -> None:
-                carrier._sum(chunk, legs[-1], values)
-                total = values[chunk.place(legs[-1].low)].view(len(sums), -1)
-                accumulate(total, sums[:, chunk.columns], scale=scale, add=add)
+                own = values[flat.rows(legs[-1].low, low)]
+                if others:
+                    carrier._sum(chunk, others[-1], values[flat.rows(others[-1].high, low)], own)
+                accumulate(own, sums[:, chunk.columns], scale=scale, add=add)
 
             outer.run(end) if outer else end(self)
 
@@ -228,39 +239,36 @@ class Carrier:
         if not legs:
             accumulate(source, out, scale=scale, add=add)
 
-    def _sum(self, chunk: "_Chunk", leg: Leg, values: torch.Tensor) -> None:
-        """One hop of a chunk: the own piece of ``values`` becomes the sum of all members' own."""
+    def _sum(self, chunk: "_Chunk", leg: Leg, rows: torch.Tensor, own: torch.Tensor) -> None:
+        """One hop of a chunk: ``own``, this rank's piece of its ``rows``, becomes the sum of all."""
         flat, size = chunk.flat, leg.hop.size
         codec = self.codec(flat.format(leg.hop), flat.dtypes.reduce, chunk.granule)
-        whole, own = values[chunk.place(leg.high)], values[chunk.place(leg.low)]
-        payload = self.payload(codec.nbytes(whole.numel()), (leg,))
-        sent, encoded = pieces(whole, size), pieces(payload, size)
+        payload = self.payload(codec.nbytes(rows.numel()), (leg,))
         residual = flat.residual(leg.hop)
-        for row, i in enumerate(i for i in range(size) if i != leg.link.coordinate):
+        sent, encoded = rows.view(size, -1, chunk.granule), pieces(payload, size)
+        for member, i in enumerate(i for i in range(size) if i != leg.link.coordinate):
+            piece = sent[i]
             if residual is not None:
-                _add_residual(codec, sent[i], encoded[i], residual[row, chunk.columns])
+                _add_residual(codec, piece[0], encoded[i], residual[member, chunk.columns])
+            elif piece.is_contiguous():
+                codec.encode(piece.view(-1), encoded[i])
             else:
-                codec.encode(sent[i], encoded[i])
-        leg.link.reduce(payload, own, own, leg.key, codec, scale=1.0, add=False)
+                for row, granule in zip(piece, pieces(encoded[i], len(piece)), strict=True):
+                    codec.encode(row, granule)
+        total = own.view(-1)
+        leg.link.reduce(payload, total, total, leg.key, codec, scale=1.0, add=False)
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some columns of a flat from rung ``top`` on; see [Note: Columns]."""
+    """Some columns of every granule of a flat; see [Note: Columns]."""
 
     flat: "Flat"
-    top: int
     columns: slice
 
     @property
     def granule(self) -> int:
         return self.columns.stop - self.columns.start
-
-    def place(self, rung: int) -> slice:
-        """Where this rank's part of a rung lies in the chunk."""
-        part = self.flat.interval(rung).relative_to(self.flat.interval(self.top).start)
-        granule = self.flat.granule
-        return slice(part.start // granule * self.granule, part.stop // granule * self.granule)
 
 
 class Outer:
@@ -311,9 +319,9 @@ def _add_residual(
     codec: Codec, values: torch.Tensor, payload: torch.Tensor, residual: torch.Tensor
 ) -> None:
     """Error feedback: what the last encoding lost is added first, and what this one loses kept."""
-    values.add_(residual)
-    codec.encode(values, payload)
+    wanted = values + residual
+    codec.encode(wanted, payload)
     codec.decode(payload, residual)
-    torch.sub(values, residual, out=residual)
+    torch.sub(wanted, residual, out=residual)
     # An overflow is reported by the gradients themselves and must not come back in every step.
     residual.nan_to_num_(0.0, 0.0, 0.0)

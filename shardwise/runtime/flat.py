@@ -114,6 +114,11 @@ class Flat:
     def interval(self, rung: int) -> Interval:
         return self.rungs.ladder.interval(self._rank, rung, self.spec.numel)
 
+    def rows(self, rung: int, top: int) -> slice:
+        """Which of the granules that this rank owns on rung ``top`` it owns on a lower rung too."""
+        part = self.interval(rung).relative_to(self.interval(top).start)
+        return slice(part.start // self.granule, part.stop // self.granule)
+
     # --- parameters ---------------------------------------------------------------------------
 
     def view(self, slot: Slot) -> torch.Tensor:
