@@ -240,7 +240,7 @@ class Carrier:
             accumulate(source, out, scale=scale, add=add)
 
     def _sum(self, chunk: "_Chunk", leg: Leg, rows: torch.Tensor, own: torch.Tensor) -> None:
-        """One hop of a chunk: ``own``, this rank's piece of its ``rows``, becomes the sum of all."""
+        """One hop of a chunk: ``own``, this rank's piece of ``rows``, becomes all ranks' sum."""
         flat, size = chunk.flat, leg.hop.size
         codec = self.codec(flat.format(leg.hop), flat.dtypes.reduce, chunk.granule)
         payload = self.payload(codec.nbytes(rows.numel()), (leg,))

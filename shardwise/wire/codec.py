@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.core.wire import CAST_DTYPES, Format, row_bytes, wire_bytes
 from shardwise.wire.rows import RowKernel, full_rows, tail_rows
 
-CHUNK_NUMEL = {"cpu": 1 << 17, "cuda": 1 << 24}
+CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of the pieces that ``Codec.chunks`` cuts: on CPU a sum over peers stays in cache, and
 calls do not yet dominate; a CUDA launch should be much larger."""
 
