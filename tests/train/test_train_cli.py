@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 
 def test_the_commands() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"train", "verify", "explain"}
+    assert set(commands) == {"train", "verify", "explain", "bench"}
 
 
 @pytest.mark.parametrize("command", SURFACE)
