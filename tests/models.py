@@ -63,10 +63,10 @@ class SharedLayers(nn.Module):
 
 
 def make(
-    kind: type[nn.Module], dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any
+    kind: type[nn.Module], dtype: torch.dtype | None = torch.float64, seed: int = 0, **kwargs: Any
 ) -> nn.Module:
     torch.manual_seed(seed)
-    return kind(**kwargs).to(dtype)
+    return kind(**kwargs).to(dtype) if dtype else kind(**kwargs)
 
 
 def batch(

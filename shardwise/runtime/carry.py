@@ -183,7 +183,11 @@ class Carrier:
         With ``outer`` the last leg runs there; wait for that before ``out`` is read.
         """
         if not any(flat.format(leg.hop) for leg in legs):
+            if outer is not None:
+                outer.last.wait()  # another flat's last leg may still be on that link
             self._descend_raw(flat, source, top, legs, out, scale=scale, add=add)
+            if outer is not None:
+                finish(legs)
             return
         rows, sums = source.view(-1, flat.granule), out.view(-1, flat.granule)
         dtype = torch.promote_types(source.dtype, torch.float32)

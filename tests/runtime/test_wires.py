@@ -326,6 +326,41 @@ def check_mixed_precision() -> None:
         assert results[True] == pytest.approx(results[False], rel=5e-2), preset
 
 
+class Complex(torch.nn.Module):
+    """Float and complex parameters in one unit: two flats, of which one has no wire format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = torch.nn.Linear(40, 40)
+        self.turn = torch.nn.Parameter(torch.randn(40, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.real(x) * self.turn).abs().square().mean()
+
+
+def check_complex() -> None:
+    """What has no wire format travels raw beside what has one."""
+    plain = make(Complex, None)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(0))
+    for step in range(3):
+        plain(inputs[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = make(Complex, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = wired(sw.presets.zero3(), "int8", "int4,node=int8", "")
+    sw.shard(model, optimizer, plan=plan, levels="node=2,world=2")
+    for step in range(3):
+        model(mine(inputs[step])[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    got = sw.state_dict(model, rank0_only=False)
+    for name, value in plain.state_dict().items():
+        assert (got[name] - value).abs().max() < 0.02, name
+    sw.unshard(model)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -335,6 +370,7 @@ def check_mixed_precision() -> None:
         check_feedback_state,
         check_differences,
         check_mixed_precision,
+        check_complex,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )
