@@ -5,9 +5,16 @@ import os
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
+
 import pytest
 
 from tests.harness import Workers
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and processes of tests would
+# inherit that; those that are sent one must feel it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _pool(world: int):

@@ -114,8 +114,7 @@ def check_float32(kind: str, levels: str) -> None:
         sw.unshard(model)
 
 
-@pytest.mark.parametrize(
-    ("levels", "kind"), [*((levels, "gpt") for levels in EVERY_GRID), ("node=2,world=2", "shared")]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("levels", [levels for grids in GRIDS.values() for levels in grids])
 def test_float32_losses_and_gradient_norms_equal_one_process(levels, kind, request):
     pool_for(levels, request).run(check_float32, kind, levels, limit_s=200)
