@@ -32,7 +32,8 @@ with signals_raised(), Cluster(2) as cluster:
     with open("/dev/null", "wb") as log:
         inside = cluster.start(1, ["sleep", "600"], {"PATH": "/usr/bin:/bin"}, log)
     print(cluster.name, inside.pid, flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # a signal that comes just before a long sleep would wait for its end
 """
 
 
