@@ -209,7 +209,7 @@ def evaluate(job: Job) -> float:
             rows = job.validation.get(batch, micro).to(job.device)
             losses.append(loss_of(job.model(input_ids=rows, labels=rows)))
     job.model.train()
-    return mean_over_ranks(torch.stack(losses).mean())
+    return mean_over_ranks(torch.stack(losses).double().mean())  # in half precision it would round
 
 
 def mean_over_ranks(value: Tensor) -> float:

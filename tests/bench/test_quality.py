@@ -9,7 +9,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.plan.validate import violations
 
-SHORT = Setting(model="gpt-tiny", steps=60, seq=64, global_batch=8, lr=3e-3, eval_batches=4)
+SHORT = Setting(model="gpt-tiny", steps=30, seq=64, global_batch=4, lr=3e-3, eval_batches=4)
 
 
 def test_every_technique_is_a_legal_plan():

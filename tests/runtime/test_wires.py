@@ -162,8 +162,8 @@ def check_lossy(levels: str, wires: str, kind, every: int) -> None:
 @pytest.mark.parametrize(
     ("levels", "wires", "every"),
     [
-        ("node=2,world=2", "zeropp", 1),
-        ("node=2,world=2", "delta", 1),
+        ("node=2,world=2", "zeropp", 2),
+        ("node=2,world=2", "delta", 2),
         ("node=2,world=2", "int8", 3),
         ("node=2,world=2", "odd blocks", 3),
         ("world=2", "zeropp", 1),
