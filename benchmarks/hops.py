@@ -60,6 +60,7 @@ def _work(args: argparse.Namespace) -> None:
 
     from shardwise.comm.link import Labels, PeerLink, pieces
     from shardwise.comm.local import LocalLink, readable
+    from shardwise.wire.codec import CastCodec
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -77,6 +78,7 @@ def _work(args: argparse.Namespace) -> None:
         numel = args.numel // world * world
         buffer = torch.ones(numel, dtype=dtype)
         own, out = pieces(buffer, world)[rank], torch.zeros(numel // world)
+        codec = CastCodec(dtype, buffer.device)
 
         def gather(way: str, buffer: torch.Tensor = buffer, own: torch.Tensor = own) -> None:
             if way in links:
@@ -90,9 +92,11 @@ def _work(args: argparse.Namespace) -> None:
             buffer: torch.Tensor = buffer,
             own: torch.Tensor = own,
             out: torch.Tensor = out,
+            codec: CastCodec = codec,
         ) -> None:
             if way in links:
-                links[way].reduce(buffer, out, 2, scale=0.5, add=False)
+                payload = buffer.view(torch.uint8)
+                links[way].reduce(payload, own, out, 2, codec, scale=0.5, add=False)
                 links[way].finish()
             else:
                 dist.reduce_scatter_tensor(own.clone(), buffer)

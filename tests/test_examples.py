@@ -18,3 +18,14 @@ def test_the_training_loop_learns():
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 20
     assert losses[-1] < 0.8 * losses[0], losses
+
+
+def test_the_benchmark_of_hops_runs(tmp_path):
+    out = tmp_path / "hops.json"
+    command = [sys.executable, str(ROOT / "benchmarks/hops.py"), "--numel", "4096", "--rounds", "1",
+               "--json", str(out)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ways = ("gloo collective", "point to point", "peers' memory")
+    assert all(way in done.stdout for way in ways)
+    assert out.exists()
