@@ -107,6 +107,16 @@ class Plan:
                 )
         return plan
 
+    def is_lossy(self, dtype: str = "float32") -> bool:
+        """Whether values of a float dtype may change on some hop of some unit.
+
+        >>> Plan(grads=StatePlan(wire="world=int4")).is_lossy(), Plan().is_lossy()
+        (True, False)
+        """
+        plans = [self, *(self.for_unit(override.unit) for override in self.overrides)]
+        states = [state for plan in plans for state in (plan.params, plan.grads, plan.optim)]
+        return any(Wire.parse(state.wire).is_lossy(dtype) for state in states)
+
 
 @dataclass(frozen=True, slots=True)
 class Rungs:

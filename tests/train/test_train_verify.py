@@ -107,3 +107,13 @@ def test_it_starts_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UsageError, match="without torchrun"):
         verify(load_config(None))
+
+
+def test_a_lossy_plan_is_judged_by_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = trajectory()
+    monkeypatch.setattr("shardwise.train.verify._record_both", lambda config: (ours, trajectory()))
+    for plan, judged in (("zeropp", {"loss"}), ("zero3", set(TOLERANCES["float64"]))):
+        changes = {"plan": plan, "model.dtype": "float64"}
+        verdict = verify(load_config(None, changes))
+        found = {row.quantity for row in verdict.comparisons if row.tolerance is not None}
+        assert found == judged, plan
