@@ -45,7 +45,7 @@ def techniques() -> dict[str, Plan]:
         "qgZ int8/int4 + feedback": _wired(zero3, grads="node=int8,world=int4/feedback"),
         "refresh int4 differences": _wired(amsp, optim="int4/delta"),
         "refresh int4 direct": _wired(amsp, optim="int4"),
-        "lean + feedback": _wired(amsp, grads="node=int8,world=int4/feedback", optim="int4/delta"),
+        "lean + feedback": _wired(amsp, grads="node=bf16,world=int4/feedback", optim="int4/delta"),
     }
 
 
@@ -55,7 +55,7 @@ class Setting:
 
     model: str = "gpt-mini"
     steps: int = 1000
-    seq: int = 128
+    seq: int = 64
     global_batch: int = 4
     lr: float = 1e-3
     eval_batches: int = 64

@@ -141,5 +141,7 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         if labels is None:
             return CausalLMOutput(None, logits)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        # At least float32: a bfloat16 loss has three digits, fewer than training is compared by.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss, logits)
