@@ -11,12 +11,7 @@ from typing import Protocol
 
 import torch
 
-
-class Ticket(Protocol):
-    """A claim on submitted work."""
-
-    def wait(self) -> None:
-        """Returns (on CUDA: orders the current stream) after the work; raises what it raised."""
+from shardwise.core.ticket import DONE, Ticket
 
 
 class Lane(Protocol):
@@ -132,27 +127,6 @@ class InlineLane:
 
     def close(self) -> None:
         pass
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-class Chained:
-    """A ticket for work that, while it ran, began more: over when all of it is."""
-
-    def __init__(self, first: Ticket, later: list[Ticket]) -> None:
-        self._first, self._later = first, later
-
-    def wait(self) -> None:
-        self._first.wait()
-        for ticket in self._later:
-            ticket.wait()
-
-
-DONE: Ticket = _Done()
-"""The ticket of work that is already over."""
 
 
 def make_lane(name: str, device: torch.device, world: int) -> Lane:

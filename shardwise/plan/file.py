@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwise.core.errors import PlanError
+from shardwise.core.sizes import parse_bytes
 from shardwise.plan.plan import Override, Plan, StatePlan
 from shardwise.plan.presets import PRESETS
 from shardwise.plan.validate import value_violations
@@ -34,6 +35,7 @@ class StateTable(_Table):
 
     spread: str | None = None
     wire: str | None = None
+    tier: str | None = None
 
 
 class PrecisionTable(_Table):
@@ -42,6 +44,17 @@ class PrecisionTable(_Table):
     compute: str | None = None
     reduce: str | None = None
     master: str | None = None
+
+
+class TiersTable(_Table):
+    """``[tiers]``."""
+
+    path: str | None = None
+    device_bytes: int | str | None = None
+    cpu_bytes: int | str | None = None
+    nvme_bytes: int | str | None = None
+    window_numel: int | None = None
+    checksum: bool | None = None
 
 
 class OverrideTable(_Table):
@@ -64,8 +77,10 @@ class PlanTable(_Table):
     optim: StateTable | None = None
     keep: str | None = None
     keep_until: str | None = None
+    activations: str | None = None
     precision: PrecisionTable | None = None
     prefetch: int | None = None
+    tiers: TiersTable | None = None
     units: list[str] | None = None
     min_unit_numel: int | None = None
     overrides: list[OverrideTable] | None = None
@@ -75,6 +90,7 @@ TABLES: dict[str, type[_Table]] = {
     "": PlanTable,
     **dict.fromkeys(STATES, StateTable),
     "precision": PrecisionTable,
+    "tiers": TiersTable,
     "overrides": OverrideTable,
 }
 """The tables by the key that opens them."""
@@ -132,7 +148,10 @@ def parse_plan(text: str, *, origin: str = "plan.toml") -> Plan:
             f"In plan file {origin}, preset '{table.preset}' is unknown; "
             f"{_nearest_preset(table.preset)}"
         )
-    plan = _apply(table, PRESETS[table.preset]() if table.preset is not None else Plan())
+    try:
+        plan = _apply(table, PRESETS[table.preset]() if table.preset is not None else Plan())
+    except PlanError as error:
+        raise PlanError(f"In plan file {origin}: {error}") from None
     if found := value_violations(plan):
         raise PlanError("\n".join(f"In plan file {origin}: {sentence}" for sentence in found))
     return plan
@@ -174,21 +193,27 @@ def _plain(value: Any, *, inherits: bool = False) -> Any:
     if not hasattr(value, "__dataclass_fields__"):
         return value
     nothing = (None,) if inherits else (None, "")
-    items = ((field.name, getattr(value, field.name)) for field in fields(value))
-    return {name: _plain(item, inherits=inherits) for name, item in items if item not in nothing}
+    items = ((field, getattr(value, field.name)) for field in fields(value))
+    return {
+        field.name: _plain(item, inherits=inherits)
+        for field, item in items
+        if item not in nothing and (inherits or field.name == "spread" or item != field.default)
+    }
 
 
 def _apply(table: PlanTable, base: Plan) -> Plan:
     """``base`` with what the file says."""
     changes: dict[str, Any] = {
         name: value
-        for name in ("name", "keep", "keep_until", "prefetch", "min_unit_numel")
+        for name in ("name", "keep", "keep_until", "activations", "prefetch", "min_unit_numel")
         if (value := getattr(table, name)) is not None
     }
     changes |= _states(table, base)
     if table.precision is not None:
         chosen = table.precision.model_dump(exclude_none=True)
         changes["precision"] = replace(base.precision, **chosen)
+    if table.tiers is not None:
+        changes["tiers"] = replace(base.tiers, **_tiers(table.tiers))
     if table.units is not None:
         changes["units"] = tuple(table.units)
     plan = replace(base, **changes)
@@ -198,6 +223,15 @@ def _apply(table: PlanTable, base: Plan) -> Plan:
         Override(unit=item.unit, keep=item.keep, **_states(item, plan)) for item in table.overrides
     )
     return replace(plan, overrides=tuple(overrides))
+
+
+def _tiers(table: TiersTable) -> dict[str, Any]:
+    """Budgets may be written as ``"2 GiB"``."""
+    chosen = table.model_dump(exclude_none=True)
+    return {
+        key: parse_bytes(value, f"tiers.{key}") if key.endswith("_bytes") else value
+        for key, value in chosen.items()
+    }
 
 
 def _states(table: PlanTable | OverrideTable, base: Plan) -> dict[str, StatePlan]:

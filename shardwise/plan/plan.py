@@ -12,6 +12,7 @@ refresh   updated parameters climb from OS's rung to P's
 keep      the rung of P that survives between forward and backward
 master    the copy of the parameters that the optimizer updates, when its dtype differs
 wire      the format in which a state travels on a hop (core/wire.py); raw unless the plan says so
+tier      where a state rests between uses: the device, host memory (cpu), or a disk (nvme)
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from shardwise.core.topology import Ladder, Step, Topology
 from shardwise.core.wire import Format, Wire
 
 KEEP_UNTIL = ("backward", "step")
+TIERS = ("device", "cpu", "nvme")
+ACTIVATIONS = ("keep", "recompute", "cpu", "nvme")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,9 @@ class StatePlan:
 
     P's wire is that of its gathers, G's of reductions (and of the way back to replicas), OS's of
     the refresh. The options are in ``core/wire.py``."""
+    tier: str = "device"
+    """Where the state rests between uses: ``device``, ``cpu`` or ``nvme``. On a machine without an
+    accelerator the first two are one memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,23 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """What a rank may use of each tier, and how states move between them."""
+
+    path: str = ""
+    """A folder on the disk of tier ``nvme``; needed where a state rests there."""
+    device_bytes: int | None = None
+    """Budgets: a rank that would hold more raises an error. None: as much as there is."""
+    cpu_bytes: int | None = None
+    nvme_bytes: int | None = None
+    window_numel: int = 1 << 23
+    """Elements of a slice of optimizer states that is updated at once while the next one is read
+    and the last one written."""
+    checksum: bool = False
+    """Whether what is read back from the disk is compared with what was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """Other spreads for the units whose name matches ``unit`` (``*`` and ``?`` as in a shell)."""
 
@@ -83,9 +106,13 @@ class Plan:
     """What survives of gathered parameters after forward: ``none``, a spread, or ``full``."""
     keep_until: str = "backward"
     """``backward`` drops the kept rung there; ``step`` keeps it for all micro-batches of a step."""
+    activations: str = "keep"
+    """What forward saves for backward: ``keep`` all of it, ``recompute`` it from the inputs of
+    units, or rest these inputs on ``cpu`` or ``nvme`` as well."""
     precision: Precision = field(default_factory=Precision)
     prefetch: int = 1
-    """How many units ahead of their use are gathered."""
+    """How many units ahead of their use are gathered; from a tier they come one unit earlier."""
+    tiers: Tiers = field(default_factory=Tiers)
     units: tuple[str, ...] = ()
     """Patterns of module names that are units; empty: found automatically."""
     min_unit_numel: int = 100_000
@@ -106,6 +133,16 @@ class Plan:
                     keep=override.keep or plan.keep,
                 )
         return plan
+
+    def rests_on(self, tier: str) -> bool:
+        """Whether any state of any unit, or activations, rest on a tier.
+
+        >>> Plan(optim=StatePlan(tier="nvme")).rests_on("nvme"), Plan().rests_on("nvme")
+        (True, False)
+        """
+        plans = [self, *(self.for_unit(override.unit) for override in self.overrides)]
+        states = [state for plan in plans for state in (plan.params, plan.grads, plan.optim)]
+        return self.activations == tier or any(state.tier == tier for state in states)
 
     def is_lossy(self, dtype: str = "float32") -> bool:
         """Whether values of a float dtype may change on some hop of some unit.

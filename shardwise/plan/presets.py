@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwise.plan.plan import Plan, Precision, StatePlan
+from shardwise.plan.plan import Plan, Precision, StatePlan, Tiers
 
 __all__ = [
     "PRESETS",
@@ -11,6 +11,7 @@ __all__ = [
     "ddp",
     "fsdp",
     "hsdp",
+    "infinity",
     "lean",
     "mics",
     "zero1",
@@ -103,8 +104,22 @@ def lean(*, precision: Precision | None = None) -> Plan:
     )
 
 
+def infinity(path: str = "", *, precision: Precision | None = None) -> Plan:
+    """ZeRO-Infinity: zero3 with every state on the disk at ``path``; activations are recomputed."""
+    plan = zero3(precision=precision)
+    return replace(
+        plan,
+        name="infinity",
+        params=replace(plan.params, tier="nvme"),
+        grads=replace(plan.grads, tier="nvme"),
+        optim=replace(plan.optim, tier="nvme"),
+        activations="recompute",
+        tiers=Tiers(path=path),
+    )
+
+
 PRESETS: dict[str, Callable[[], Plan]] = {
     preset.__name__: preset
-    for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, mics, amsp, zeropp, lean)
+    for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, mics, amsp, zeropp, lean, infinity)
 }
 """Presets by name, as the command line and plan files know them."""

@@ -16,8 +16,19 @@ from shardwise.core.errors import PlanError
 from shardwise.core.layout import DTYPE_BYTES, ModelSpec
 from shardwise.core.topology import Topology, divisors
 from shardwise.core.wire import Wire
-from shardwise.plan.plan import KEEP_UNTIL, Override, Plan, StatePlan, format_of, resolve
+from shardwise.plan.plan import (
+    ACTIVATIONS,
+    KEEP_UNTIL,
+    TIERS,
+    Override,
+    Plan,
+    StatePlan,
+    format_of,
+    resolve,
+)
 
+WINDOW_GRAIN = 1 << 12
+"""Elements: at least a page of a disk, whatever the dtype."""
 STEP_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that a step can compute, reduce and update in."""
 
@@ -62,6 +73,7 @@ def value_violations(plan: Plan) -> list[str]:
         *_numbers(plan),
         *_patterns(plan),
         *_wire_options(plan),
+        *_tiers(plan),
     ]
 
 
@@ -220,6 +232,28 @@ def _states(plan: Plan) -> Iterator[tuple[str, StatePlan]]:
         for override in plan.overrides:
             if (state := getattr(override, name)) is not None:
                 yield name, state
+
+
+def _tiers(plan: Plan) -> list[str]:
+    """Tiers that do not exist, and budgets that hold nothing."""
+    found = []
+    for name, state in _states(plan):
+        if state.tier not in TIERS:
+            hint = _nearest(state.tier, TIERS) or f"use {', '.join(TIERS)}."
+            found.append(f"{name}.tier '{state.tier}' is unknown; {hint}")
+    if plan.activations not in ACTIVATIONS:
+        hint = _nearest(plan.activations, ACTIVATIONS) or f"use {', '.join(ACTIVATIONS)}."
+        found.append(f"activations '{plan.activations}' is unknown; {hint}")
+    for key in ("device_bytes", "cpu_bytes", "nvme_bytes"):
+        budget = getattr(plan.tiers, key)
+        if budget is not None and budget <= 0:
+            found.append(f"tiers.{key} is {budget}; use a positive number, or leave it away.")
+    if plan.tiers.window_numel < WINDOW_GRAIN or plan.tiers.window_numel % WINDOW_GRAIN:
+        found.append(
+            f"tiers.window_numel is {plan.tiers.window_numel}; use a multiple of {WINDOW_GRAIN}, "
+            "so that windows begin on whole blocks of a disk."
+        )
+    return found
 
 
 def _wire_options(plan: Plan) -> list[str]:

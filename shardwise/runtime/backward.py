@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.lane import Ticket
 from shardwise.core.errors import UsageError
+from shardwise.core.ticket import Ticket
 from shardwise.plan.schedule import Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.flat import ParamSlot

@@ -13,9 +13,10 @@ from shardwise.plan.schedule import outer_step
 from shardwise.runtime import guard
 from shardwise.runtime.carry import Carrier, Carriers, Outer
 from shardwise.runtime.flat import Flat, ParamSlot, Pools
-from shardwise.runtime.memory import Pool, trim_heap
+from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
+from shardwise.tier.pool import Pool
 
 Seeds = dict[int, int]
 """The agreed seed of each deferred tensor, by the tensor's id."""

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.lane import DONE, Lane, Ticket
+from shardwise.comm.lane import Lane
 from shardwise.comm.link import Link, accumulate, pieces
+from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.wire import Format
 from shardwise.plan.schedule import Hop, chunk_columns
 from shardwise.wire.codec import CastCodec, Codec, make_codec

@@ -17,7 +17,8 @@ from shardwise.core.wire import Format
 from shardwise.plan.plan import Plan, Rungs, has_master
 from shardwise.plan.schedule import Hop
 from shardwise.runtime.carry import Carrier, Leg, Outer
-from shardwise.runtime.memory import Pool, SwappedBuffer, zeros
+from shardwise.runtime.memory import SwappedBuffer
+from shardwise.tier.pool import Pool, zeros
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime

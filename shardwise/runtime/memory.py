@@ -1,4 +1,4 @@
-"""Memory that comes and goes under tensors that stay: pools, and buffers that are swapped in.
+"""Memory that comes and goes under tensors that stay.
 
 [Note: Swapped storage]
 Autograd saves views of a parameter's storage, so a parameter cannot simply be given other memory
@@ -14,66 +14,12 @@ import ctypes
 import mmap
 import os
 import sys
-from collections import defaultdict
 
 import torch
 
+from shardwise.tier.pool import Pool
+
 _TILE_BYTES = 1 << 21
-
-
-class Pool:
-    """Hands out memory by size and takes it back; buffers are reused, never grown silently.
-
-    ``held_bytes`` is what the pool owns, lent or idle. How many buffers of a size are lent at once
-    is the runtime's choice (prefetch, gradients in flight), which the memory model knows.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._idle: dict[int, list[tuple[torch.UntypedStorage, torch.cuda.Event | None]]] = (
-            defaultdict(list)
-        )
-        self.held_bytes = 0
-        self.peak_bytes = 0
-
-    def take(self, nbytes: int) -> torch.UntypedStorage:
-        if self._idle[nbytes]:
-            storage, used = self._idle[nbytes].pop()
-            if used is not None:
-                torch.cuda.current_stream(self._device).wait_event(used)
-            return storage
-        self.held_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return allocate(nbytes, self._device)
-
-    def give(self, storage: torch.UntypedStorage) -> None:
-        """Takes memory back; on CUDA the stream that gives it may still be working on it."""
-        used = None
-        if self._device.type == "cuda":
-            used = torch.cuda.Event()
-            used.record(torch.cuda.current_stream(self._device))
-        self._idle[storage.nbytes()].append((storage, used))
-
-    def trim(self) -> None:
-        """Returns idle memory to the system."""
-        for nbytes, idle in self._idle.items():
-            self.held_bytes -= nbytes * len(idle)
-        self._idle.clear()
-
-
-def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Fresh memory. On CPU it comes from mmap, so that dropping it returns it to the system."""
-    if device.type != "cpu" or nbytes == 0:
-        return torch.UntypedStorage(nbytes, device=device)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
-
-
-def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor of zeros in memory that goes back to the system when dropped."""
-    if device.type != "cpu":
-        return torch.zeros(numel, dtype=dtype, device=device)
-    storage = allocate(numel * dtype.itemsize, device)  # fresh pages of mmap are zero
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
 
 
 class SwappedBuffer:

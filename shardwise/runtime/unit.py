@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.comm.grid import Grid
-from shardwise.comm.lane import DONE, Chained, Early, Ticket
+from shardwise.comm.lane import Early
 from shardwise.core.layout import UnitSpec
+from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.plan.plan import Plan, Rungs
 from shardwise.plan.schedule import (
     Hop,

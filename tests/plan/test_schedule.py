@@ -81,6 +81,7 @@ def test_presets_send_what_their_formulas_say(numels: list[int], topology: Topol
         "hsdp": [node, node_inner, whole, outside, 0],
         "mics": [node, node_inner, whole, outside, 0],
         "amsp": [node, node_inner, whole, 0, outside],
+        "infinity": [whole, inner, whole, 0, 0],
     }
     assert set(expected) == set(presets.PRESETS) - {"zeropp", "lean"}
     for name, formula in expected.items():

@@ -19,19 +19,30 @@ PLAN_KEYS = {
     "params",
     "params.spread",
     "params.wire",
+    "params.tier",
     "grads",
     "grads.spread",
     "grads.wire",
+    "grads.tier",
     "optim",
     "optim.spread",
     "optim.wire",
+    "optim.tier",
     "keep",
     "keep_until",
+    "activations",
     "precision",
     "precision.compute",
     "precision.reduce",
     "precision.master",
     "prefetch",
+    "tiers",
+    "tiers.path",
+    "tiers.device_bytes",
+    "tiers.cpu_bytes",
+    "tiers.nvme_bytes",
+    "tiers.window_numel",
+    "tiers.checksum",
     "units",
     "min_unit_numel",
     "overrides",
@@ -42,7 +53,9 @@ PLAN_KEYS = {
     "overrides.keep",
 }
 
-PRESET_NAMES = {"ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "mics", "amsp", "zeropp", "lean"}
+PRESET_NAMES = {
+    "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "mics", "amsp", "zeropp", "lean", "infinity",
+}  # fmt: skip
 
 EXPLAIN_KEYS = {
     "plan",

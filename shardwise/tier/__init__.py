@@ -1,0 +1,1 @@
+"""Where states rest: pools of memory, budgets, and files on a disk."""

@@ -1,0 +1,84 @@
+"""Memory that is lent and taken back: buffers are reused by size, never grown silently.
+
+On CPU memory comes from mmap: it begins on a page, as direct reads from a disk need it, and
+dropping it returns it to the system.
+"""
+
+import mmap
+import threading
+from collections import defaultdict
+
+import torch
+
+from shardwise.tier.budget import Budget
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Pool:
+    """Hands out memory by size and takes it back; threads may share it.
+
+    ``held_bytes`` is what the pool owns, lent or idle. How many buffers of a size are lent at once
+    is the runtime's choice (prefetch, gradients in flight), which the memory model knows.
+    """
+
+    def __init__(self, device: torch.device, budget: Budget | None = None) -> None:
+        self._device = device
+        self._budget = budget if budget is not None else Budget("device")
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[tuple[torch.UntypedStorage, torch.cuda.Event | None]]] = (
+            defaultdict(list)
+        )
+        self.held_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, nbytes: int) -> torch.UntypedStorage:
+        with self._lock:
+            if self._idle[nbytes]:
+                storage, used = self._idle[nbytes].pop()
+                if used is not None:
+                    torch.cuda.current_stream(self._device).wait_event(used)
+                return storage
+            if not self._budget.admits(nbytes):
+                self._trim()  # buffers of other sizes
+            self._budget.claim(nbytes, "A buffer")
+            self.held_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return allocate(nbytes, self._device)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """Takes memory back; on CUDA the stream that gives it may still be working on it."""
+        used = None
+        if self._device.type == "cuda":
+            used = torch.cuda.Event()
+            used.record(torch.cuda.current_stream(self._device))
+        with self._lock:
+            self._idle[storage.nbytes()].append((storage, used))
+
+    def trim(self) -> None:
+        """Returns idle memory to the system."""
+        with self._lock:
+            self._trim()
+
+    def _trim(self) -> None:
+        for nbytes, idle in self._idle.items():
+            self.held_bytes -= nbytes * len(idle)
+            self._budget.release(nbytes * len(idle))
+        self._idle.clear()
+
+
+def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.UntypedStorage:
+    """Fresh memory; on CPU from mmap, unless it is to be ``pinned`` for copies to CUDA."""
+    if pinned and nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+    if device.type != "cpu" or nbytes == 0:
+        return torch.UntypedStorage(nbytes, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor of zeros in memory that goes back to the system when dropped."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    storage = allocate(numel * dtype.itemsize, device)  # fresh pages of mmap are zero
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
