@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from shardwise.api import (
         clip_grad_norm_,
+        export,
         full_grads,
         full_params,
+        load_pretrained,
         no_sync,
         optim_state_dict,
         set_grad_divisor,
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardwise.api": (
-        "clip_grad_norm_ full_grads full_params no_sync optim_state_dict set_grad_divisor shard "
-        "state_dict stats unshard"
+        "clip_grad_norm_ export full_grads full_params load_pretrained no_sync optim_state_dict "
+        "set_grad_divisor shard state_dict stats unshard"
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
@@ -50,8 +52,10 @@ __all__ = [
     "UsageError",
     "clip_grad_norm_",
     "deferred_init",
+    "export",
     "full_grads",
     "full_params",
+    "load_pretrained",
     "no_sync",
     "optim_state_dict",
     "presets",

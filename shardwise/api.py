@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -11,15 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.checkpoint.export import DEFAULT_SHARD_BYTES, Options, export_model
+from shardwise.checkpoint.pretrained import Loaded, load_model
 from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
 from shardwise.core.errors import UsageError
 from shardwise.core.layout import ModelSpec
+from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
 from shardwise.model.inspect import find_members, spec_of
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import check
-from shardwise.runtime import access, build, hooks
+from shardwise.runtime import access, activations, build, hooks
 from shardwise.runtime.optim import OptimizerTakeover, check_elementwise, watch
 from shardwise.runtime.runtime import Runtime
 
@@ -91,6 +95,8 @@ def shard(
         check_elementwise(optimizer, elementwise)
     chosen = load_plan(plan)
     device = build.target_device(model)
+    if device.type == "cpu":
+        chosen = chosen.without_accelerator()
     place = find_place(levels, device)
     members = find_members(model, chosen)
     spec = ModelSpec(tuple(spec_of(unit, place.world) for unit in members))
@@ -98,11 +104,14 @@ def shard(
     grid = Grid.build(place, device, timeout_s)
     runtime = build.build_runtime(model, chosen, grid, members, spec)
     hooks.install(runtime)
+    disk = runtime.homes.disk
+    activations.install(runtime, disk and disk.store, disk and disk.pool)
     if optimizer is not None:
         OptimizerTakeover(runtime, optimizer)
     watch(runtime, elementwise)
     _runtimes[model] = weakref.ref(runtime)
     weakref.finalize(model, grid.end_lanes)
+    weakref.finalize(model, runtime.homes.close)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -158,6 +167,43 @@ def state_dict(
     ``master=True`` gives the optimizer's master weights where they are kept.
     """
     return access.state_dict(runtime_of(model), rank0_only=rank0_only, master=master)
+
+
+def export(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+    master: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Writes the model as a folder of safetensors files that transformers loads; collective.
+
+    Units are gathered one after another, and rank 0 writes each parameter to its place at once: no
+    rank ever holds more than one unit. ``dtype`` converts all floating-point values; files are cut
+    at ``max_shard_bytes`` (a number, or a text such as ``"5 GB"``); ``master=True`` writes the
+    optimizer's master weights where they are kept (rank 0 then holds a unit twice). Tied parameters
+    are written once, under their first name. A model with a transformers configuration gets its
+    ``config.json``.
+
+    The folder appears when it is whole. One that is not empty is an error, unless
+    ``overwrite=True`` replaces the weights in it; its other files stay.
+    """
+    options = Options(dtype, parse_bytes(max_shard_bytes, "max_shard_bytes"), master, overwrite)
+    export_model(runtime_of(model), Path(path), options)
+
+
+def load_pretrained(model: nn.Module, path: str | PathLike[str], *, strict: bool = True) -> Loaded:
+    """Reads a safetensors file, or a folder of them, into a sharded model; collective.
+
+    Every rank reads the files itself, one tensor at a time, and keeps its parts; all ranks must see
+    the same files. Dtypes are converted, and master weights keep the files' precision. Names and
+    shapes that do not fit are listed in one error before anything is written; with
+    ``strict=False`` missing and unexpected names are returned instead. The optimizer's states stay
+    as they are.
+    """
+    return load_model(runtime_of(model), Path(path), strict=strict)
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -230,7 +230,7 @@ def _describe(name: str, plan: Plan, world: int) -> ModelSpec:
 
 
 def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
-    """What the named model's forward saves for backward, in the plan's compute dtype."""
+    """What backward needs of the named model's forward under the plan, in its compute dtype."""
     import torch
 
     from shardwise.model.activations import saved_bytes
@@ -248,7 +248,7 @@ def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
         tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)
         return module(tokens, labels=tokens)
 
-    return saved_bytes(build, run)
+    return saved_bytes(build, run, plan).held(plan.activations)
 
 
 def _rests(rungs: Rungs) -> dict[str, int]:

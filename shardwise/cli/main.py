@@ -12,7 +12,9 @@ import typer
 
 from shardwise.cli import bench
 from shardwise.cli.common import print_error
+from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
+from shardwise.cli.inspect import inspect
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.core.errors import ShardwiseError, SyncError
@@ -30,6 +32,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(explain)
+app.command()(inspect)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 
 

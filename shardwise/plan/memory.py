@@ -5,12 +5,24 @@ Counts what the runtime allocates for states and transfers; activations are the 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve
-from shardwise.plan.schedule import chunk_columns, outer_step, payload_bytes, trained_flats
+from shardwise.plan.schedule import (
+    OPTIM_WORDS,
+    chunk_columns,
+    kept_rung,
+    outer_step,
+    payload_bytes,
+    trained_flats,
+    travels,
+)
+
+WRITES_IN_FLIGHT_BYTES = 1 << 26
+"""What may be on its way to a disk at once; a single larger write may always go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +30,8 @@ class Memory:
     """Bytes of each term on one rank."""
 
     params: int
-    """sum over flats: numel / parts[P] * bytes(compute)."""
+    """sum over flats: numel / parts[P] * bytes(compute). This and the other states count here
+    only where they rest on the device."""
     kept: int
     """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
     gathered: int
@@ -33,11 +46,19 @@ class Memory:
     optim: int
     """sum over trained flats: (optim_words + 1 if there is a master copy) * numel / parts[OS]
     * bytes(master)."""
+    staging: int = 0
+    """Buffers between memory and a disk. P: parts that are fetched ahead. G: a unit's part while
+    it is summed. OS: two windows of everything that the update touches. And writes under way."""
     wires: int = 0
     """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
     (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
     activations: int = 0
     """What forward saves for backward; the caller's figure (``model.activations``)."""
+
+    cpu: int = 0
+    """States that rest in host memory; none of ``total``."""
+    nvme: int = 0
+    """States that rest on the disk; none of ``total``."""
 
     allowance: int = 0
     """What no plan controls: the largest unit's gradients while autograd makes them, a quarter of
@@ -49,7 +70,7 @@ class Memory:
     def total(self) -> int:
         """The sum of all terms: an upper bound of what is held at once."""
         states = self.params + self.grads + self.optim
-        buffers = self.kept + self.gathered + self.grad_buffers + self.wires
+        buffers = self.kept + self.gathered + self.grad_buffers + self.staging + self.wires
         return states + buffers + self.activations + self.allowance
 
 
@@ -71,6 +92,9 @@ class _Placed:
             for flat in self.unit.flats
         )
 
+    def rests(self, state: str, tier: str) -> bool:
+        return bool(getattr(self.plan, state).tier == tier)
+
     def dtype_bytes(self, use: str, flat: FlatSpec) -> int:
         return DTYPE_BYTES[self.dtype(use, flat)]
 
@@ -89,7 +113,7 @@ def memory(
     model: ModelSpec,
     topology: Topology,
     *,
-    optim_words: int = 2,
+    optim_words: int = OPTIM_WORDS,
     accumulates: bool = False,
     activations: int = 0,
 ) -> Memory:
@@ -102,14 +126,28 @@ def memory(
         _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
         for unit in model.units
     ]
-    optim = sum(_optim(unit, optim_words) for unit in placed)
+
+    def resting(tier: str) -> dict[str, int]:
+        terms: dict[str, Callable[[_Placed], int]] = {
+            "params": _params,
+            "grads": lambda unit: _grads(unit, accumulates),
+            "optim": lambda unit: _optim(unit, optim_words),
+        }
+        return {
+            state: sum(term(unit) for unit in placed if unit.rests(state, tier))
+            for state, term in terms.items()
+        }
+
+    states = resting("device")
+    optim = states["optim"]
     return Memory(
-        params=sum(_params(unit) for unit in placed),
+        **states,
         kept=sum(_kept(unit) for unit in placed[1:]),
         gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
-        grads=sum(_grads(unit, accumulates) for unit in placed),
         grad_buffers=_grad_buffers(placed),
-        optim=optim,
+        staging=_staging(placed, plan, optim_words),
+        cpu=sum(resting("cpu").values()),
+        nvme=sum(resting("nvme").values()),
         wires=_climbs(placed)
         + max(_spread(unit) for unit in placed)
         + _reductions(placed, accumulates)
@@ -129,12 +167,45 @@ def _kept(placed: _Placed) -> int:
 
 
 def _gathered_root(root: _Placed) -> int:
-    return root.compute_bytes(0) if root.rungs.params > 0 else 0
+    return root.compute_bytes(0) if travels(root.rungs, root.plan) else 0
 
 
 def _gathered_inner(inner: list[_Placed], prefetch: int) -> int:
-    sizes = [unit.compute_bytes(0) for unit in inner if unit.rungs.params > 0 < unit.rungs.keep]
+    sizes = [
+        unit.compute_bytes(0)
+        for unit in inner
+        if travels(unit.rungs, unit.plan) and kept_rung(unit.rungs, unit.plan, encloses=False) != 0
+    ]
     return _pooled(sizes, prefetch + 1)
+
+
+def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
+    fetched = [
+        unit.compute_bytes(unit.rungs.params)
+        for unit in units[1:]
+        if unit.rests("params", "nvme") and unit.rungs.params > 0
+    ]
+    summed = [_grads(unit, False) for unit in units if unit.rests("grads", "nvme")]
+    if units[0].rungs.bottom == 0:  # one rank: piece by piece, no larger than windows
+        summed = []
+    largest = max(summed, default=0)
+    windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
+    return _pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + writing
+
+
+def _window(placed: _Placed, window_numel: int, optim_words: int) -> int:
+    """What the update of one window holds of what rests on the disk."""
+    largest = 0
+    for flat in trained_flats(placed.unit):
+        numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
+        word, copy = placed.dtype_bytes("master", flat), placed.dtype_bytes("compute", flat)
+        separate = has_master(placed.plan, placed.rungs, flat.dtype)
+        each = (optim_words + separate) * word if placed.rests("optim", "nvme") else 0
+        each += word if placed.rests("grads", "nvme") else 0
+        each += copy if placed.rests("params", "nvme") else 0
+        largest = max(largest, numel * each)
+    return largest
 
 
 def _pooled(sizes: list[int], at_once: int) -> int:

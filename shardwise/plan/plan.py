@@ -17,6 +17,7 @@ tier      where a state rests between uses: the device, host memory (cpu), or a 
 
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardwise.core.layout import DTYPE_BYTES
 from shardwise.core.topology import Ladder, Step, Topology
@@ -76,7 +77,7 @@ class Tiers:
     """Budgets: a rank that would hold more raises an error. None: as much as there is."""
     cpu_bytes: int | None = None
     nvme_bytes: int | None = None
-    window_numel: int = 1 << 23
+    window_numel: int = 1 << 22
     """Elements of a slice of optimizer states that is updated at once while the next one is read
     and the last one written."""
     checksum: bool = False
@@ -133,6 +134,28 @@ class Plan:
                     keep=override.keep or plan.keep,
                 )
         return plan
+
+    def without_accelerator(self) -> "Plan":
+        """The same on a machine where the device's memory is the host's: nothing rests apart.
+
+        >>> Plan(optim=StatePlan(tier="cpu"), activations="cpu").without_accelerator().activations
+        'recompute'
+        """
+
+        def merged(owner: "Plan | Override") -> dict[str, Any]:
+            states = {name: getattr(owner, name) for name in ("params", "grads", "optim")}
+            return {
+                name: replace(state, tier="device")
+                for name, state in states.items()
+                if state is not None and state.tier == "cpu"
+            }
+
+        return replace(
+            self,
+            **merged(self),
+            overrides=tuple(replace(override, **merged(override)) for override in self.overrides),
+            activations="recompute" if self.activations == "cpu" else self.activations,
+        )
 
     def rests_on(self, tier: str) -> bool:
         """Whether any state of any unit, or activations, rest on a tier.

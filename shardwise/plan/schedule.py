@@ -11,7 +11,7 @@ from enum import StrEnum
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.core.wire import BLOCKS, Format, wire_bytes
-from shardwise.plan.plan import Plan, Rungs, format_of, resolve
+from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve
 
 
 class Phase(StrEnum):
@@ -51,6 +51,8 @@ class Trigger(StrEnum):
 class Kind(StrEnum):
     """What an operation does."""
 
+    FETCH = "fetch"
+    """P's part comes from its tier."""
     GATHER = "gather"
     """Parameters climb from the rung that is held to rung 0."""
     KEEP = "keep"
@@ -61,6 +63,8 @@ class Kind(StrEnum):
     """Gradients descend, summed at each hop."""
     SPREAD = "spread"
     """Gradients that replicas share climb back from the bottom to OS's rung."""
+    STORE = "store"
+    """Reduced gradients go to their tier; what rests there already is read and added first."""
     STEP = "step"
     """The optimizer updates OS's part."""
     REFRESH = "refresh"
@@ -88,6 +92,8 @@ class Op:
     kind: Kind
     unit: str
     hops: tuple[Hop, ...] = ()
+    moved_bytes: int = 0
+    """What a rank moves between memory and the tier where the state rests, both ways together."""
 
     @property
     def sent_bytes(self) -> int:
@@ -112,20 +118,18 @@ def unit_ops(unit: UnitSpec, rungs: Rungs, plan: Plan, phase: Phase, *, encloses
     ``encloses`` marks the root unit: its forward surrounds all others', so that its parameters
     stay gathered from the beginning of forward to the end of backward.
     """
-    kept = 0 if encloses else min(rungs.keep, rungs.params)
-    from_rung = rungs.params
+    kept = kept_rung(rungs, plan, encloses=encloses)
+    source = None
     if plan.keep_until == "step" and not phase.opens_step and phase is not Phase.EVAL:
-        from_rung = kept
+        source = kept
     ops: UnitOps = dict.fromkeys(Trigger, ())
     if not unit.flats:
         return ops
-    if gather := gather_op(unit, rungs, plan, from_rung):
-        ops[Trigger.BEFORE_FORWARD] = (gather,)
-    if rungs.params > 0:
-        ops[Trigger.AFTER_FORWARD] = _after_forward(unit, from_rung, kept, phase)
+    if travels(rungs, plan):
+        ops[Trigger.BEFORE_FORWARD] = gather_ops(unit, rungs, plan, source)
+        ops[Trigger.AFTER_FORWARD] = _after_forward(unit, source, kept, phase)
         if phase is not Phase.EVAL:
-            if gather := gather_op(unit, rungs, plan, kept):
-                ops[Trigger.BEFORE_BACKWARD] = (gather,)
+            ops[Trigger.BEFORE_BACKWARD] = gather_ops(unit, rungs, plan, kept)
             if not (plan.keep_until == "step" and kept == 0 and not phase.synchronises):
                 ops[Trigger.AFTER_BACKWARD] = (Op(Kind.FREE, unit.name),)
     if phase is not Phase.EVAL and (trained := trained_flats(unit)):
@@ -184,14 +188,28 @@ def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:
     return tuple(flat for flat in unit.flats if flat.requires_grad)
 
 
-def _after_forward(unit: UnitSpec, from_rung: int, kept: int, phase: Phase) -> tuple[Op, ...]:
+def travels(rungs: Rungs, plan: Plan) -> bool:
+    """Whether a unit's parameters come and go: they rest in parts, or on another tier."""
+    return rungs.params > 0 or plan.params.tier != "device"
+
+
+def kept_rung(rungs: Rungs, plan: Plan, *, encloses: bool) -> int | None:
+    """What stays in memory of gathered parameters after forward; None: nothing but P itself."""
+    if encloses or plan.keep == "full":
+        return 0
+    return rungs.keep if rungs.keep < rungs.params else None
+
+
+def _after_forward(
+    unit: UnitSpec, source: int | None, kept: int | None, phase: Phase
+) -> tuple[Op, ...]:
     free = Op(Kind.FREE, unit.name)
     if phase is Phase.EVAL:
         return (free,)
     if kept == 0:
         return ()
     # Gathered from the kept rung, or from P's own: nothing new to keep.
-    return (free,) if kept == from_rung else (Op(Kind.KEEP, unit.name), free)
+    return (free,) if kept == source else (Op(Kind.KEEP, unit.name), free)
 
 
 def _grads_ready(
@@ -199,38 +217,87 @@ def _grads_ready(
 ) -> tuple[Op, ...]:
     precision, wire = plan.precision, plan.grads.wire
     sizes = [(flat, precision.reduce_dtype(flat.dtype)) for flat in flats]
+    away = plan.grads.tier != "device"
+    masters = [(flat, precision.master_dtype(flat.dtype)) for flat in flats]
+    held = part_bytes(masters, rungs, rungs.grads)
     if not phase.synchronises:
-        return (Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.grads, wire)),)
+        hold = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.grads, wire))
+        if not away:
+            return (hold,)
+        moves = 1 if phase is Phase.FIRST else 2
+        return (hold, Op(Kind.STORE, unit.name, moved_bytes=moves * held))
     # Replicas of OS's part reduce on to the bottom and gather back, so that each element is
     # summed in exactly one place and every replica gets the same bits.
-    down = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom, wire))
-    if rungs.optim == rungs.bottom:
-        return (down,)
-    up = tuple(reversed(_hops(sizes, rungs, rungs.optim, rungs.bottom, wire)))
-    return (down, Op(Kind.SPREAD, unit.name, up))
+    ops = [Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom, wire))]
+    if rungs.optim != rungs.bottom:
+        up = tuple(reversed(_hops(sizes, rungs, rungs.optim, rungs.bottom, wire)))
+        ops.append(Op(Kind.SPREAD, unit.name, up))
+    if away:
+        moved = part_bytes(masters, rungs, rungs.optim)
+        if phase is Phase.LAST:  # what was accumulated is read, and outside OS's rung written once
+            moved += held if rungs.grads == rungs.bottom else 2 * held
+        ops.append(Op(Kind.STORE, unit.name, moved_bytes=moved))
+    return tuple(ops)
 
 
 def _step(unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[Op, ...]:
-    step = Op(Kind.STEP, unit.name)
+    step = Op(Kind.STEP, unit.name, moved_bytes=_step_moves(flats, rungs, plan))
     if rungs.params == rungs.optim:
         return (step,)
     sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in flats]
     climb = tuple(reversed(_hops(sizes, rungs, rungs.params, rungs.optim, plan.optim.wire)))
-    return (step, Op(Kind.REFRESH, unit.name, climb))
+    # What others updated arrives beside the own elements, and both go to P's tier.
+    away = plan.params.tier != "device"
+    moved = 2 * part_bytes(sizes, rungs, rungs.params) if away else 0
+    return (step, Op(Kind.REFRESH, unit.name, climb, moved))
 
 
-def gather_op(
-    unit: UnitSpec, rungs: Rungs, plan: Plan, from_rung: int, *, exact: bool = False
-) -> Op | None:
-    """The climb from a rung to the full buffer; None where there is nothing to climb.
+OPTIM_WORDS = 2
+"""What the optimizer is taken to store for an element; Adam's kin have two."""
+
+
+def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> int:
+    """What an update reads and writes on tiers: states and master, gradients, P."""
+    away = {name: getattr(plan, name).tier != "device" for name in ("params", "grads", "optim")}
+    total = 0
+    for flat in flats:
+        master = [(flat, plan.precision.master_dtype(flat.dtype))]
+        compute = [(flat, plan.precision.compute_dtype(flat.dtype))]
+        separate = has_master(plan, rungs, flat.dtype)
+        word = part_bytes(master, rungs, rungs.optim)
+        total += 2 * (OPTIM_WORDS + separate) * word if away["optim"] else 0
+        total += word if away["grads"] else 0
+        if away["params"]:
+            own = part_bytes(compute, rungs, rungs.optim)
+            total += own if separate else 2 * own
+    return total
+
+
+def part_bytes(sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, rung: int) -> int:
+    """What a rank has of some flats on a rung."""
+    return sum(payload_bytes(flat, rungs, rung, dtype, None) for flat, dtype in sizes)
+
+
+def gather_ops(
+    unit: UnitSpec, rungs: Rungs, plan: Plan, source: int | None, *, exact: bool = False
+) -> tuple[Op, ...]:
+    """How parameters come to the full buffer: from a rung that is held, or (None) from P itself.
 
     ``exact`` is for people who look at values, or change them: nothing is lost on the way.
     """
-    if from_rung == 0:
-        return None
+    if source == 0:
+        return ()
+    ops = []
     sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in unit.flats]
-    wire = "" if exact else plan.params.wire
-    return Op(Kind.GATHER, unit.name, tuple(reversed(_hops(sizes, rungs, 0, from_rung, wire))))
+    if source is None and plan.params.tier != "device":
+        fetched = part_bytes(sizes, rungs, rungs.params)
+        ops.append(Op(Kind.FETCH, unit.name, moved_bytes=fetched))
+    start = rungs.params if source is None else source
+    if start > 0:
+        wire = "" if exact else plan.params.wire
+        hops = tuple(reversed(_hops(sizes, rungs, 0, start, wire)))
+        ops.append(Op(Kind.GATHER, unit.name, hops))
+    return tuple(ops)
 
 
 def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
@@ -239,7 +306,8 @@ def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
     None where nothing is encoded, and where replicas get the sums back: they wait for it.
     """
     ready = unit_ops(unit, rungs, plan, Phase.ONLY, encloses=False)[Trigger.GRADS_READY]
-    hops = ready[0].hops if len(ready) == 1 else ()
+    spreads = any(op.kind is Kind.SPREAD for op in ready)
+    hops = ready[0].hops if ready and not spreads else ()
     return hops[-1].step if len(hops) > 1 and any(hop.format for hop in hops) else None
 
 

@@ -1,7 +1,7 @@
 """Whole tensors for people: full_params, state_dict, full_grads, optimizer states, clipping."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Hop
 from shardwise.runtime import grads
-from shardwise.runtime.flat import Flat, ParamSlot, torch_dtype
+from shardwise.runtime.flat import Flat, OpenGrads, ParamSlot, torch_dtype
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import State, Unit
 
@@ -61,18 +61,23 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
 
 def _take(slot: ParamSlot, value: torch.Tensor) -> None:
     """Writes a parameter, but leaves a master of its own alone where the value did not change."""
-    flat, master = slot.flat, slot.master_part()
-    if master is None or not flat.has_master:
+    flat = slot.flat
+    if flat.master is None or not flat.has_master or not slot.segment.numel:
         flat.write(slot.spec, value)
         return
-    exact = master.clone()
-    # Where P rests in full, its memory is what the user wrote to; the master still knows.
-    before = slot.of(flat.part, flat.part_at) if slot.unit.travels else None
-    own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
-    old = exact.to(flat.dtypes.compute) if before is None else before[own].clone()
+    with flat.master.use() as whole:
+        exact = slot.of(whole, flat.optim_at).clone()  # type: ignore[union-attr]
+    old = exact.to(flat.dtypes.compute)
+    if slot.unit.travels:  # else P's memory is what the user wrote to; only the master still knows
+        own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
+        with flat.part.use() as part:
+            old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
     flat.write(slot.spec, value)
-    unchanged = old == master.to(flat.dtypes.compute)
-    master.copy_(torch.where(unchanged, exact, master))
+    with flat.master.use(writes=True) as whole:
+        master = slot.of(whole, flat.optim_at)
+        assert master is not None
+        unchanged = old == master.to(flat.dtypes.compute)
+        master.copy_(torch.where(unchanged, exact, master))
 
 
 def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str, torch.Tensor]:
@@ -114,12 +119,13 @@ def _collect_master(
     runtime: Runtime, unit: Unit, values: dict[nn.Parameter, torch.Tensor], keeps: bool
 ) -> None:
     for flat in unit.flats:
-        part, rung = (flat.part, unit.rungs.params)
+        rest, rung = (flat.part, unit.rungs.params)
         if flat.master is not None:
             unit.settle()
             runtime.grid.gathers.drain()
-            part, rung = flat.master, unit.rungs.optim
-        whole = _gather_whole(runtime, unit, flat, part, rung)
+            rest, rung = flat.master, unit.rungs.optim
+        with rest.use() as part:
+            whole = _gather_whole(runtime, unit, flat, part, rung)
         for slot in flat.slots if keeps else ():
             place = slot.spec.interval.relative_to(0)
             values[slot.parameter] = whole[place].view(slot.spec.param.shape).cpu().clone()
@@ -130,7 +136,7 @@ def _gather_whole(
 ) -> torch.Tensor:
     """A flat buffer in full from each rank's part of it on a rung; collective."""
     ladder = unit.rungs.ladder
-    whole = torch.zeros(flat.spec.numel, dtype=part.dtype, device=part.device)
+    whole = torch.zeros(flat.spec.numel, dtype=part.dtype, device=runtime.grid.device)
     whole[flat.interval(rung).relative_to(0)].copy_(part)
     hops = [Hop(i, ladder.steps[i].level, ladder.steps[i].size, 0) for i in reversed(range(rung))]
 
@@ -158,7 +164,9 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
         for flat in unit.trained:
             if not any(slot.has_grad for slot in flat.slots):
                 continue
-            whole = _gather_whole(runtime, unit, flat, flat.open_reduced(), unit.rungs.optim)
+            with flat.open_grads() as opened:
+                assert opened.reduced is not None
+                whole = _gather_whole(runtime, unit, flat, opened.reduced, unit.rungs.optim)
             for slot in flat.slots:
                 if slot.has_grad:
                     place = slot.spec.interval.relative_to(0)
@@ -237,10 +245,10 @@ def _collect_state(
 ) -> None:
     """One state of all parameters of a flat; a number is laid over all its parameter's elements."""
     widest = max((torch_dtype(name) for name in dtypes.values()), key=lambda d: d.itemsize)
-    part = torch.zeros(flat.optim_at.numel, dtype=widest, device=flat.part.device)
+    part = torch.zeros(flat.optim_at.numel, dtype=widest, device=runtime.grid.device)
     is_number = torch.zeros_like(part, dtype=torch.bool)
     for slot in flat.slots:
-        value = optimizer.state.get(slot.parameter, {}).get(key)
+        value = runtime.state_of(optimizer, slot).get(key)
         own, single = slot.of(part, flat.optim_at), slot.of(is_number, flat.optim_at)
         if own is not None and single is not None and value is not None:
             own.copy_(torch.as_tensor(value))
@@ -280,14 +288,25 @@ def clip_grad_norm_(
             "cannot be clipped; pass error_if_nonfinite=False to clip anyway."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
-    parts = [part for unit in runtime.units for part in _grad_parts(unit)]
-    if parts and factor != 1.0:
-        if foreach:
+    if factor != 1.0:
+        _scale_grads(runtime, factor, foreach)
+    return total
+
+
+def _scale_grads(runtime: Runtime, factor: float, foreach: bool) -> None:
+    with ExitStack() as stack:
+        parts: list[torch.Tensor] = []
+        for unit in runtime.units:
+            for flat in unit.trained:
+                if flat.grads_are_resident:
+                    parts += _grad_parts(stack.enter_context(flat.open_grads(writes=True)))
+                else:
+                    flat.scale_grads(factor)  # when it is next in memory
+        if foreach and parts:
             torch._foreach_mul_(parts, factor)
-        else:
+        elif not foreach:
             for part in parts:
                 part.mul_(factor)
-    return total
 
 
 def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
@@ -297,7 +316,7 @@ def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
     """
     if chosen is False:
         return False
-    devices = {flat.part.device for unit in runtime.units for flat in unit.trained}
+    devices = {runtime.grid.device} if any(unit.trained for unit in runtime.units) else set()
     lacking = sorted({d.type for d in devices if not _device_has_foreach_support(d)})
     if chosen and lacking:
         raise UsageError(
@@ -308,25 +327,25 @@ def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
     return not lacking
 
 
-def _grad_parts(unit: Unit) -> list[torch.Tensor]:
-    """This rank's parts of the unit's gradients, without padding."""
-    parts = [slot.grad_part() for slot in unit.slots if slot.has_grad]
+def _grad_parts(opened: OpenGrads) -> list[torch.Tensor]:
+    """This rank's parts of a flat's reduced gradients, without padding."""
+    parts = [opened.reduced_of(slot) for slot in opened.flat.slots if slot.has_grad]
     return [part for part in parts if part is not None]
 
 
 def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tensor:
     """Every element counted once: only the first replica of each part contributes."""
     rank, infinite = runtime.grid.place.rank, norm_type == float("inf")
-    counted = [
-        part
-        for unit in runtime.units
-        if _is_first_replica(unit, rank)
-        for part in _grad_parts(unit)
-    ]
-    if foreach and counted:
-        norms = list(torch._foreach_norm(counted, norm_type))
-    else:
-        norms = [torch.linalg.vector_norm(part, norm_type) for part in counted]
+    norms: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        counted = []
+        for unit in runtime.units:
+            for flat in unit.trained if _is_first_replica(unit, rank) else ():
+                if flat.grads_are_resident:
+                    counted += _grad_parts(stack.enter_context(flat.open_grads()))
+                else:
+                    norms += _stored_norms(flat, norm_type, foreach)
+        norms += _norms(counted, norm_type, foreach)
     zero = torch.zeros((), dtype=torch.float64)
     local = torch.stack([zero, *(norm.double().cpu() for norm in norms)])
     value = local.max() if infinite else (local**norm_type).sum()
@@ -335,6 +354,21 @@ def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tens
     total = rows.max() if infinite else rows.sum() ** (1.0 / norm_type)
     wide = any(flat.dtypes.master == torch.float64 for u in runtime.units for flat in u.trained)
     return total if wide else total.float()
+
+
+def _norms(parts: list[torch.Tensor], norm_type: float, foreach: bool) -> list[torch.Tensor]:
+    if foreach and parts:
+        return list(torch._foreach_norm(parts, norm_type))
+    return [torch.linalg.vector_norm(part, norm_type) for part in parts]
+
+
+def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Tensor]:
+    """Norms of gradients on a disk: those taken on the way there, or read back one by one."""
+    known = [flat.grad_norms.get(slot) for slot in flat.slots if slot.has_grad]
+    if norm_type == 2.0 and flat.grad_norms:
+        return [norm * flat.grad_factor for norm in known if norm is not None]
+    with flat.open_grads() as opened:
+        return _norms(_grad_parts(opened), norm_type, foreach)
 
 
 def _is_first_replica(unit: Unit, rank: int) -> bool:

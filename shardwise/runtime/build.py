@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.grid import Grid
+from shardwise.core.errors import PlanError
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Step
 from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
@@ -14,8 +15,11 @@ from shardwise.runtime import guard
 from shardwise.runtime.carry import Carrier, Carriers, Outer
 from shardwise.runtime.flat import Flat, ParamSlot, Pools
 from shardwise.runtime.memory import trim_heap
+from shardwise.runtime.rest import Disk, Homes
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
+from shardwise.tier.budget import Budget
+from shardwise.tier.nvme import NvmeStore
 from shardwise.tier.pool import Pool
 
 Seeds = dict[int, int]
@@ -31,11 +35,49 @@ def target_device(model: nn.Module) -> torch.device:
     return accelerator if accelerator is not None else torch.device("cpu")
 
 
+def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
+    """The tiers of a plan on this rank: budgets, and the disk where anything rests there."""
+    tiers = plan.tiers
+    budgets = {
+        "device": Budget("device", tiers.device_bytes),
+        "cpu": Budget("cpu", tiers.cpu_bytes),
+        "nvme": Budget("nvme", tiers.nvme_bytes),
+    }
+    if not plan.rests_on("nvme"):
+        return Homes(device, budgets)
+    if not tiers.path:
+        raise PlanError(
+            f"Plan '{plan.name}' rests states on tier nvme, but tiers.path names no folder; set it "
+            "to one on a fast disk with enough room."
+        )
+    store = NvmeStore(tiers.path, rank=rank, budget=budgets["nvme"], checksum=tiers.checksum)
+    on_cuda = device.type == "cuda"
+    buffers = budgets["cpu" if on_cuda else "device"]
+    return Homes(device, budgets, Disk(store, Pool(torch.device("cpu"), buffers, pinned=on_cuda)))
+
+
 def build_runtime(
     model: nn.Module, plan: Plan, grid: Grid, members: list[Members], spec: ModelSpec
 ) -> Runtime:
     """Lays every unit into its parts, one after the other; collective."""
-    pools = Pools(Pool(grid.device), Pool(grid.device))
+    homes = make_homes(plan, grid.device, grid.place.rank)
+    try:
+        return _lay_out(model, plan, grid, members, spec, homes)
+    except BaseException:
+        homes.close()
+        raise
+
+
+def _lay_out(
+    model: nn.Module,
+    plan: Plan,
+    grid: Grid,
+    members: list[Members],
+    spec: ModelSpec,
+    homes: Homes,
+) -> Runtime:
+    buffers = homes.budgets["device"]
+    pools = Pools(Pool(grid.device, buffers), Pool(grid.device, buffers))
     resolved = [resolve(plan, grid.place.topology, unit.name) for unit in spec.units]
     carriers = Carriers(Carrier(grid.device), Carrier(grid.device), Outer(grid.outer, grid.device))
     grid.connect(
@@ -49,7 +91,7 @@ def build_runtime(
         zip(members, spec.units, resolved, strict=True)
     ):
         flats = [
-            Flat(flat, rungs, grid.place.rank, plan.for_unit(unit.name), grid.device, pools)
+            Flat(flat, rungs, grid.place.rank, plan.for_unit(unit.name), homes, pools, unit.name)
             for flat in unit_spec.flats
         ]
         built = Unit(
@@ -66,7 +108,9 @@ def build_runtime(
         _fill_unit(built, unit, grid, seeds)
         trim_heap()  # of the full values: they are in parts now
         units.append(built)
-    runtime = Runtime(model, plan, grid, units, pools, carriers)
+    homes.settle()
+    homes.trim()  # the buffers of whole parts, which only the laying out needed
+    runtime = Runtime(model, plan, grid, units, pools, carriers, homes)
     for slot in runtime.slots:
         slot.runtime = runtime
     return runtime
@@ -85,19 +129,20 @@ def _fill_unit(built: Unit, unit: Members, grid: Grid, seeds: Seeds) -> None:
     """Moves a unit's values into its parts; never holds more than one parameter beside them."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.has_master:
-            flat.make_master()  # before the values are rounded to the compute dtype
-        for slot_spec in flat.spec.slots:
-            parameter = unit.params[slot_spec.param.name]
-            slot = ParamSlot(slot_spec.param.name, parameter, slot_spec, flat)
-            slot.unit = built
-            value = _value_of(parameter, grid, seeds)
-            with torch.no_grad():
-                flat.write(slot_spec, value)
-            del value
-            _rest_on(parameter, flat.view(slot_spec))
-            guard.own(parameter, slot)
-            flat.slots.append(slot)
-            built.slots.append(slot)
+            flat.make_master(empty=True)  # it takes values that are not rounded yet
+        with flat.writing() as write:
+            for slot_spec in flat.spec.slots:
+                parameter = unit.params[slot_spec.param.name]
+                slot = ParamSlot(slot_spec.param.name, parameter, slot_spec, flat)
+                slot.unit = built
+                value = _value_of(parameter, grid, seeds)
+                with torch.no_grad():
+                    write(slot_spec, value)
+                del value
+                _rest_on(parameter, flat.view(slot_spec))
+                guard.own(parameter, slot)
+                flat.slots.append(slot)
+                built.slots.append(slot)
     if built.travels:
         guard.close(slot.parameter for slot in built.slots)
 
@@ -163,3 +208,4 @@ def restore(runtime: Runtime) -> None:
             slot.parameter.data = slot.parameter.detach().clone()
             guard.disown(slot.parameter)
     runtime.grid.close()
+    runtime.homes.close()

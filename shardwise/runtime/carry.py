@@ -294,6 +294,10 @@ class Outer:
         """Submits the last leg of the chunk whose turn it is."""
         self._busy[self._turn] = self._lane.submit(lambda _: work(self.carrier))
 
+    def afterwards(self, work: Callable[[], None]) -> Ticket:
+        """Submits what waits for everything before it, but uses no chunk."""
+        return self._lane.submit(lambda _: work())
+
     @property
     def last(self) -> Ticket:
         """The ticket of what was submitted last; everything before is over by then."""

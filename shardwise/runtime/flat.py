@@ -1,9 +1,11 @@
 """One flat of a unit at run time: its part, full buffer, gradients and master, and its hops.
 
-Everything here is local memory and blocking hops; ``unit.py`` decides when, lanes run it.
+Everything here is local memory and blocking hops; ``unit.py`` decides when, lanes run it. Where
+parts are between their uses is ``rest.py``'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,12 +14,14 @@ from torch import nn
 
 from shardwise.comm.link import accumulate
 from shardwise.core.layout import FlatSpec, Slot
+from shardwise.core.ticket import Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.wire import Format
 from shardwise.plan.plan import Plan, Rungs, has_master
 from shardwise.plan.schedule import Hop
-from shardwise.runtime.carry import Carrier, Leg, Outer
-from shardwise.runtime.memory import SwappedBuffer
+from shardwise.runtime.carry import Carrier, Leg, Outer, finish
+from shardwise.runtime.memory import SwappedBuffer, tensor_on
+from shardwise.runtime.rest import Homes, Loan, PartOf, Resident, Rest, Stored
 from shardwise.tier.pool import Pool, zeros
 
 if TYPE_CHECKING:
@@ -66,11 +70,15 @@ class Flat:
         rungs: Rungs,
         rank: int,
         plan: Plan,
-        device: torch.device,
+        homes: Homes,
         pools: Pools,
+        name: str = "",
     ) -> None:
-        dtypes = Dtypes.of(plan, spec.dtype)
+        dtypes, device = Dtypes.of(plan, spec.dtype), homes.device
         self.spec, self.rungs, self.dtypes = spec, rungs, dtypes
+        self._homes, self._name = homes, name
+        self._window_numel = plan.tiers.window_numel
+        self._tiers = {"grads": plan.grads.tier, "optim": plan.optim.tier}
         self.granule = spec.numel // rungs.granules
         """Elements of a part of the bottom rung: blocks of a wire format never straddle these."""
         self.has_master = has_master(plan, rungs, spec.dtype)
@@ -78,12 +86,16 @@ class Flat:
         self._rank, self._device, self._pools = rank, device, pools
         self.part_at = self.interval(rungs.params)
         self.full = SwappedBuffer(spec.numel, dtypes.compute, device, pools.params)
-        if rungs.params == 0:
+        self.part: Rest
+        if rungs.params == 0 and plan.params.tier == "device":
             # P rests in full: the full buffer is the part, and never dropped.
             self.full.fill()
-            self.part = self.full.tensor
+            self.part = Resident(self.full.tensor)
         else:
-            self.part = zeros(self.part_at.numel, dtypes.compute, device)
+            self.part = self.make_rest(
+                plan.params.tier, "parameters", self.part_at.numel, dtypes.compute
+            )
+        self._fetching: Ticket | None = None
         self.kept: SwappedBuffer | None = None
         if rungs.keep not in (0, rungs.params):
             numel = self.interval(rungs.keep).numel
@@ -91,15 +103,22 @@ class Flat:
 
         # Trainable flats only:
         self.optim_at = self.interval(rungs.optim)
-        self.master: torch.Tensor | None = None
-        """OS's part in the master's dtype: a view of ``part`` unless ``has_master``."""
+        self.master: Rest | None = None
+        """OS's part in the master's dtype: elements of ``part`` unless ``has_master``."""
         self.grad: torch.Tensor | None = None
         """The full, local gradient of the current backward in the reduce dtype."""
         self._grad_storage: torch.UntypedStorage | None = None
-        self.reduced: torch.Tensor | None = None
+        self.reduced: Rest | None = None
         """The reduced gradient on OS's rung, in the master's dtype; made when first needed."""
-        self.held: torch.Tensor | None = None
+        self.held: Rest | None = None
         """Gradients accumulated under no_sync on G's rung, in the master's dtype."""
+        self.grad_factor = 1.0
+        """What a stored reduced gradient still has to be multiplied by; see ``scale_grads``."""
+        self.grad_norms: dict[ParamSlot, torch.Tensor] = {}
+        """Of a stored reduced gradient: norms of its parameters, taken when it was in memory."""
+        self._loan: Loan | None = None
+        """The reduced gradient during a reduction, and its ``_sums`` where hops can add to it."""
+        self._sums: torch.Tensor | None = None
         self.holds = False
         """Whether ``held`` has anything since it was last dropped or reduced on."""
         self.reduced_valid = False
@@ -120,37 +139,90 @@ class Flat:
         part = self.interval(rung).relative_to(self.interval(top).start)
         return slice(part.start // self.granule, part.stop // self.granule)
 
+    def make_rest(self, tier: str, what: str, numel: int, dtype: torch.dtype) -> Rest:
+        """A part of this flat on a tier."""
+        return self._homes.rest(tier, numel, dtype, f"{what} of unit '{self._name}'")
+
+    def make_state(self, key: str, dtype: torch.dtype) -> Rest:
+        """Room for what the optimizer keeps for every element."""
+        return self.make_rest(
+            self._tiers["optim"], f"optimizer state '{key}'", self.optim_at.numel, dtype
+        )
+
+    @property
+    def updates_in_windows(self) -> bool:
+        """Whether the optimizer borrows slices of what it updates, because some of it is away."""
+        tiers = set(self._tiers.values())
+        return tiers != {"device"} or self.master is None or not self.master.is_resident
+
     # --- parameters ---------------------------------------------------------------------------
 
     def view(self, slot: Slot) -> torch.Tensor:
         """A parameter's place in the full buffer."""
         return self.full.tensor[slot.interval.relative_to(0)].view(slot.param.shape)
 
-    def make_master(self) -> None:
-        own = self.part[self.optim_at.relative_to(self.part_at.start)]
-        if self.has_master:
-            self.master = zeros(own.numel(), self.dtypes.master, self._device)
-            self.master.copy_(own)
-        else:
-            self.master = own
+    @property
+    def own(self) -> slice:
+        """OS's part inside P's."""
+        return self.optim_at.relative_to(self.part_at.start)
+
+    def make_master(self, *, empty: bool = False) -> None:
+        """``empty``: before P has any values."""
+        if not self.has_master:
+            self.master = PartOf(self.part, self.own)
+            return
+        numel, dtype = self.optim_at.numel, self.dtypes.master
+        self.master = self.make_rest(self._tiers["optim"], "master weights", numel, dtype)
+        if not empty:
+            with self.part.use() as part, self.master.use(reads=False, writes=True) as master:
+                master.copy_(part[self.own])
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[Slot, torch.Tensor], None]]:
+        """Gives a function that takes this rank's elements of a value, into part and master."""
+        with ExitStack() as stack:
+            targets = [(stack.enter_context(self.part.use(writes=True)), self.part_at)]
+            if self.master is not None and self.has_master:
+                master = stack.enter_context(self.master.use(writes=True))
+                targets.append((master, self.optim_at))
+
+            def write(slot: Slot, value: torch.Tensor) -> None:
+                flat_value = value.reshape(-1)
+                for buffer, place in targets:
+                    common = slot.interval.intersect(place)
+                    if common.numel:
+                        source = flat_value[common.relative_to(slot.interval.start)]
+                        buffer[common.relative_to(place.start)].copy_(source)
+
+            yield write
 
     def write(self, slot: Slot, value: torch.Tensor) -> None:
-        """Takes this rank's elements of a parameter's full value, into part and master."""
-        flat_value = value.reshape(-1)
-        targets = [(self.part, self.part_at)]
-        if self.master is not None and self.has_master:
-            targets.append((self.master, self.optim_at))
-        for buffer, place in targets:
-            common = slot.interval.intersect(place)
-            if common.numel:
-                source = flat_value[common.relative_to(slot.interval.start)]
-                buffer[common.relative_to(place.start)].copy_(source)
+        """Takes this rank's elements of one parameter's full value."""
+        with self.writing() as write:
+            write(slot, value)
 
-    def gather(self, legs: Sequence[Leg], carrier: Carrier) -> None:
+    def prefetch(self) -> None:
+        """Begins to bring the part from its tier: into the full buffer where that is all of it.
+
+        That needs the buffer's memory, so without it nothing begins.
+        """
+        if self.rungs.params > 0:
+            self.part.prefetch()
+        elif self.full.filled and isinstance(self.part, Stored) and self._fetching is None:
+            self._fetching = self.part.read_into(self.full.tensor)
+
+    def gather(self, legs: Sequence[Leg], carrier: Carrier, *, from_part: bool) -> None:
         """Fills the full buffer from the part (or the kept rung), top rung last."""
-        lowest = legs[0].low if legs else self.rungs.params
-        source = self.part if lowest == self.rungs.params else self.kept_tensor()
-        self.full.tensor[self.interval(lowest).relative_to(0)].copy_(source)
+        if not from_part:
+            kept = self.interval(self.rungs.keep)
+            self.full.tensor[kept.relative_to(0)].copy_(self.kept_tensor())
+        elif self.rungs.params == 0 and isinstance(self.part, Stored):
+            fetching = self._fetching or self.part.read_into(self.full.tensor)
+            self._fetching = None
+            fetching.wait()
+        else:
+            with self.part.use() as part:
+                self.full.tensor[self.part_at.relative_to(0)].copy_(part, non_blocking=True)
         carrier.climb(self, self.full.tensor, 0, legs)
 
     def kept_tensor(self) -> torch.Tensor:
@@ -163,16 +235,42 @@ class Flat:
             self.kept.fill()
             self.kept.tensor.copy_(self.full.tensor[self.interval(self.rungs.keep).relative_to(0)])
 
-    def refresh(self, legs: Sequence[Leg], carrier: Carrier) -> None:
-        """Brings the updated master to P's rung."""
+    def sends_differences(self, legs: Sequence[Leg]) -> bool:
+        """Whether a refresh tells others how the new values differ from the old."""
+        return bool(legs and (format := self.format(legs[0].hop)) and format.delta)
+
+    def refresh(self, legs: Sequence[Leg], carrier: Carrier, *, own_is_new: bool) -> None:
+        """Brings the updated master to P's rung.
+
+        ``own_is_new``: the update has written this rank's own elements of P already.
+        """
         assert self.master is not None
-        origin = self.part_at.start
-        if legs and (format := self.format(legs[0].hop)) and format.delta:
-            carrier.climb_by_difference(self, self.master, self.part, origin, legs)
+        origin, differs = self.part_at.start, self.sends_differences(legs)
+        if not legs and (own_is_new or not self.has_master):
             return
-        if self.has_master:
-            self.part[self.optim_at.relative_to(origin)].copy_(self.master)
-        carrier.climb(self, self.part, origin, legs)
+        reads = differs or own_is_new or not self.has_master
+        with self.part.use(reads=reads, writes=True) as part, self._on_device(part) as work:
+            if differs:
+                with self.master.use() as master:
+                    new = master.to(self._device)
+                    carrier.climb_by_difference(self, new, work, origin, legs)
+            else:
+                if self.has_master and not own_is_new:
+                    with self.master.use() as master:
+                        work[self.own].copy_(master)
+                carrier.climb(self, work, origin, legs)
+            if not self.part.is_resident:
+                finish(legs)  # others read this memory, which goes now
+
+    @contextmanager
+    def _on_device(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A part where hops can take it: itself, or a copy that comes back at the end."""
+        if part.device.type == self._device.type:
+            yield part
+            return
+        copy = part.to(self._device)
+        yield copy
+        part.copy_(copy)
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -182,9 +280,7 @@ class Flat:
             self._grad_storage = self._pools.grads.take(
                 self.spec.numel * self.dtypes.reduce.itemsize
             )
-            self.grad = torch.empty(0, dtype=self.dtypes.reduce, device=self._device).set_(
-                self._grad_storage, 0, (self.spec.numel,)
-            )
+            self.grad = tensor_on(self._grad_storage, self.spec.numel, self.dtypes.reduce)
         return self.grad
 
     def take_grad(self) -> "FullGrad":
@@ -195,26 +291,67 @@ class Flat:
         self.grad = self._grad_storage = None
         return taken
 
-    def open_reduced(self) -> torch.Tensor:
+    def make_reduced(self) -> Rest:
         if self.reduced is None:
-            self.reduced = zeros(self.optim_at.numel, self.dtypes.master, self._device)
+            self.reduced = self._make_grads("gradients", self.optim_at.numel)
         return self.reduced
 
-    def open_held(self) -> torch.Tensor:
-        if self.held is None:
-            numel = self.interval(self.rungs.grads).numel
-            self.held = zeros(numel, self.dtypes.master, self._device)
-        return self.held
+    def _make_grads(self, what: str, numel: int) -> Rest:
+        return self.make_rest(self._tiers["grads"], what, numel, self.dtypes.master)
 
     def hold(self, grad: torch.Tensor, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Under no_sync: reduces to G's rung and adds to what is held there."""
-        held, add = self.open_held(), self.holds
-        if legs:
-            carrier.descend(self, grad, 0, legs, held, scale=1.0, add=add)
-        else:
-            own = grad[self.interval(self.rungs.grads).relative_to(0)]
-            accumulate(own, held, scale=1.0, add=add)
+        add = self.holds
+        if self.held is None:
+            numel = self.interval(self.rungs.grads).numel
+            self.held = self._make_grads("accumulated gradients", numel)
+        with self.held.use(reads=add, writes=True) as rested, self._on_device(rested) as held:
+            if legs:
+                carrier.descend(self, grad, 0, legs, held, scale=1.0, add=add)
+            else:
+                own = grad[self.interval(self.rungs.grads).relative_to(0)]
+                accumulate(own, held, scale=1.0, add=add)
         self.holds = True
+
+    def begin_sums(self, *, add: bool) -> None:
+        """Before a reduction: what it adds to begins to come from its tier."""
+        reduced = self.make_reduced()
+        if not self._sums_in_windows:
+            self._loan = reduced.lend(0, self.optim_at.numel, reads=add)
+        if not add:
+            self.grad_factor = 1.0
+        self.grad_norms = {}
+
+    @property
+    def _sums_in_windows(self) -> bool:
+        """Whether gradients go to their tier piece by piece: nobody else has any, so no hop needs
+        them as a whole."""
+        return self.rungs.bottom == 0 and not self.grads_are_resident
+
+    def _open_sums(self) -> torch.Tensor:
+        if self._sums is None:
+            assert self._loan is not None
+            rested = self._loan.wait()
+            if self.grad_factor != 1.0:
+                rested.mul_(self.grad_factor)
+                self.grad_factor = 1.0
+            self._sums = rested.to(self._device, non_blocking=True)
+        return self._sums
+
+    def end_sums(self) -> None:
+        """After a reduction: its sums begin to go to their tier."""
+        if self._sums_in_windows:
+            return
+        loan, sums = self._loan, self._sums
+        assert loan is not None
+        assert sums is not None
+        assert self.reduced is not None
+        self._loan = self._sums = None
+        if not self.reduced.is_resident:
+            self._note_norms(sums, self.optim_at)
+        if sums is not loan.tensor:
+            loan.tensor.copy_(sums)
+        loan.give_back(changed=True)
 
     def reduce(
         self,
@@ -237,17 +374,70 @@ class Flat:
             legs = [leg for leg in legs if leg.high >= top]
             self.holds = False
             # As it was computed, so that what is raw travels in the reduce dtype here as well.
-            grad = grad[self.interval(top).relative_to(0)].copy_(self.open_held())
+            assert self.held is not None
+            with self.held.use() as held:
+                grad = grad[self.interval(top).relative_to(0)].copy_(held)
+        if self._sums_in_windows:
+            self._sum_in_windows(grad, scale=scale, add=add)
+            return
         bottom = self.interval(self.rungs.bottom)
-        out = self.open_reduced()[bottom.relative_to(self.optim_at.start)]
+        out = self._open_sums()[bottom.relative_to(self.optim_at.start)]
         if not legs:
             grad = grad[bottom.relative_to(self.interval(top).start)]
         carrier.descend(self, grad, top, legs, out, scale=scale, add=add, outer=outer)
 
+    def _sum_in_windows(self, grad: torch.Tensor, *, scale: float, add: bool) -> None:
+        assert self.reduced is not None
+        for start in range(0, self.spec.numel, self._window_numel):
+            place = Interval(start, min(start + self._window_numel, self.spec.numel))
+            loan = self.reduced.lend(place.start, place.stop, reads=add)
+            sums = loan.wait()
+            if add and self.grad_factor != 1.0:
+                sums.mul_(self.grad_factor)
+            accumulate(grad[place.relative_to(0)].to(sums.device), sums, scale=scale, add=add)
+            self._note_norms(sums, place)
+            loan.give_back(changed=True)
+        self.grad_factor = 1.0
+
+    def _note_norms(self, sums: torch.Tensor, place: Interval) -> None:
+        """Norms while gradients are in memory, so that clipping need not read them again."""
+        parts = {slot: slot.of(sums, place) for slot in self.slots}
+        found = {slot: part for slot, part in parts.items() if part is not None}
+        norms = torch._foreach_norm(list(found.values())) if found else ()
+        for slot, norm in zip(found, norms, strict=True):
+            before = self.grad_norms.get(slot)
+            self.grad_norms[slot] = norm if before is None else torch.hypot(before, norm)
+
     def spread(self, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Replicas of OS's part collect the sums that others made."""
         if legs:
-            carrier.climb(self, self.open_reduced(), self.optim_at.start, legs, self.dtypes.reduce)
+            sums = self._open_sums()
+            carrier.climb(self, sums, self.optim_at.start, legs, self.dtypes.reduce)
+
+    @contextmanager
+    def open_grads(self, *, writes: bool = False) -> Iterator["OpenGrads"]:
+        """What this rank has of the gradients, in memory."""
+        with ExitStack() as stack:
+            reduced = held = None
+            if self.reduced is not None and self.reduced_valid:
+                scales = self.grad_factor != 1.0
+                reduced = stack.enter_context(self.reduced.use(writes=writes or scales))
+                if scales:
+                    reduced.mul_(self.grad_factor)
+                    self.grad_factor = 1.0
+                if writes or scales:
+                    self.grad_norms = {}
+            if self.held is not None and self.holds:
+                held = stack.enter_context(self.held.use(writes=writes))
+            yield OpenGrads(self, reduced, held)
+
+    @property
+    def grads_are_resident(self) -> bool:
+        return self._tiers["grads"] != "nvme"
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiplies a stored reduced gradient when it is next in memory."""
+        self.grad_factor *= factor
 
     def residual(self, hop: Hop) -> torch.Tensor | None:
         """What earlier reductions lost on a hop with error feedback: a row for each other member.
@@ -263,6 +453,24 @@ class Flat:
             numel = (hop.size - 1) * self.granule
             self.lost = zeros(numel, torch.float32, self._device).view(-1, self.granule)
         return self.lost
+
+
+@dataclass(frozen=True)
+class OpenGrads:
+    """A flat's gradients on this rank while they are in memory."""
+
+    flat: Flat
+    reduced: torch.Tensor | None
+    held: torch.Tensor | None
+
+    def reduced_of(self, slot: "ParamSlot") -> torch.Tensor | None:
+        """A parameter's reduced gradient, flat; None if this rank has nothing of it."""
+        return slot.of(self.reduced, self.flat.optim_at)
+
+    def of(self, slot: "ParamSlot") -> list[torch.Tensor]:
+        """All that this rank has of a parameter's gradient: reduced, and held under no_sync."""
+        held = slot.of(self.held, self.flat.interval(self.flat.rungs.grads))
+        return [part for part in (self.reduced_of(slot), held) if part is not None]
 
 
 @dataclass
@@ -329,16 +537,13 @@ class ParamSlot:
             return None
         return buffer[common.relative_to(place.start)]
 
-    def master_part(self) -> torch.Tensor | None:
-        return self.of(self.flat.master, self.flat.optim_at)
+    @property
+    def part_shape(self) -> torch.Size:
+        """The shape of this rank's part of it and of its states: flat, but a scalar stays one."""
+        scalar = self.spec.param.shape == () and self.segment.numel
+        return torch.Size(() if scalar else (self.segment.numel,))
 
-    def grad_part(self) -> torch.Tensor | None:
-        """This parameter's reduced gradient on this rank, flat."""
-        flat = self.flat
-        return self.of(flat.reduced if flat.reduced_valid else None, flat.optim_at)
-
-    def grad_parts(self) -> list[torch.Tensor]:
-        """All that this rank has of the gradient: reduced, and held under no_sync."""
-        flat = self.flat
-        held = self.of(flat.held if flat.holds else None, flat.interval(flat.rungs.grads))
-        return [part for part in (self.grad_part(), held) if part is not None]
+    @property
+    def grad_home(self) -> Flat:
+        """Whose ``open_grads`` brings this parameter's gradient into memory."""
+        return self.flat

@@ -16,6 +16,7 @@ import torch
 from shardwise.core.errors import UsageError
 from shardwise.runtime import guard
 from shardwise.runtime.flat import Flat, ParamSlot
+from shardwise.runtime.rest import Resident
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime
@@ -90,8 +91,8 @@ def _handle(slot: ParamSlot) -> torch.Tensor:
         whole = flat.held if flat.holds and rungs.grads == 0 else None
         if flat.reduced_valid and rungs.optim == 0:
             whole = flat.reduced
-        if whole is not None:
-            return whole[place].view(slot.spec.param.shape)
+        if isinstance(whole, Resident) and whole.tensor.device == slot.parameter.device:
+            return whole.tensor[place].view(slot.spec.param.shape)
     return _guarded(slot)
 
 
@@ -113,9 +114,10 @@ def _forget(slots: list[ParamSlot]) -> None:
             flat.holds = flat.reduced_valid = False
             continue
         # The others go on adding, so an absent gradient has to read as zero.
-        for slot in forgotten:
-            for part in slot.grad_parts():
-                part.zero_()
+        with flat.open_grads(writes=True) as opened:
+            for slot in forgotten:
+                for part in opened.of(slot):
+                    part.zero_()
 
 
 def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
@@ -124,11 +126,13 @@ def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
         raise UsageError(f"'{slot.name}' was given the gradient of another parameter.")
     flat = slot.flat
     if not flat.reduced_valid:
-        flat.open_reduced().zero_()
-        flat.reduced_valid = True
-    part = slot.of(flat.reduced, flat.optim_at)
-    if part is not None:
-        own = slot.segment.relative_to(slot.spec.interval.start)
-        dense = grad.to_dense() if grad.is_sparse else grad
-        part.copy_(dense.detach().reshape(-1)[own])
+        with flat.make_reduced().use(reads=False, writes=True) as reduced:
+            reduced.zero_()
+        flat.reduced_valid, flat.grad_factor = True, 1.0
+    with flat.open_grads(writes=True) as opened:
+        part = opened.reduced_of(slot)
+        if part is not None:
+            own = slot.segment.relative_to(slot.spec.interval.start)
+            dense = grad.to_dense() if grad.is_sparse else grad
+            part.copy_(dense.detach().reshape(-1)[own])
     slot.has_grad = True

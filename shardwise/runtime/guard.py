@@ -10,7 +10,8 @@ that this rank owns.
 # ruff: noqa: SIM905 - long lists of names read better as one text
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +40,9 @@ class GradOwner(Protocol):
 
     name: str
 
-    def grad_parts(self) -> list[Tensor]:
-        """What this rank has of the gradient, flat."""
+    @property
+    def grad_home(self) -> Any:
+        """What several gradients rest in: its ``open_grads`` brings them into memory together."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -328,30 +330,45 @@ def _all_numbers(operands: Any) -> bool:
 def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Element-wise in-place arithmetic on gradients, done on the parts that this rank owns."""
     target = args[0]
-    grads = target if isinstance(target, (list, tuple)) else [target]
-    parts = _parts(grads)
+    many = isinstance(target, (list, tuple))
     with torch.no_grad():
-        if isinstance(target, (list, tuple)):
-            if parts:
+        for parts in _parts(target if many else [target]):
+            if many:
                 func(parts, *args[1:], **kwargs)
-            return None
-        for part in parts:
-            func(part, *args[1:], **kwargs)
-    return target
+                continue
+            for part in parts:
+                func(part, *args[1:], **kwargs)
+    return None if many else target
 
 
-def _parts(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The memory behind gradients: what this rank has of the guarded ones, the others whole."""
-    found: list[Tensor] = []
+def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The memory behind gradients: what this rank has of the guarded ones, the others whole.
+
+    All that is in memory anyway comes at once; what rests on a disk comes flat by flat.
+    """
+    homes: dict[Any, list[Any]] = {}
+    whole: list[Tensor] = []
     for grad in grads:
-        found += _owner_of(grad).grad_parts() if isinstance(grad, GuardedGrad) else [grad]
-    return found
+        if isinstance(grad, GuardedGrad):
+            owner = _owner_of(grad)
+            homes.setdefault(owner.grad_home, []).append(owner)
+        else:
+            whole.append(grad)
+    with ExitStack() as stack:
+        for home in [home for home in homes if home.grads_are_resident]:
+            opened = stack.enter_context(home.open_grads(writes=True))
+            whole += [part for owner in homes.pop(home) for part in opened.of(owner)]
+        if whole:
+            yield whole
+    for home, owners in homes.items():
+        with home.open_grads(writes=True) as opened:
+            if parts := [part for owner in owners for part in opened.of(owner)]:
+                yield parts
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """GradScaler's check: an overflow on any rank is one on all."""
-    parts = _parts(grads)
-    if parts:
+    for parts in _parts(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     owner = next(_owner_of(g) for g in grads if isinstance(g, GuardedGrad))
     found_inf.copy_(owner.highest(found_inf).view(found_inf.shape))

@@ -22,6 +22,11 @@ from shardwise.tier.pool import Pool
 _TILE_BYTES = 1 << 21
 
 
+def tensor_on(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over memory that has at least its size."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,))
+
+
 class SwappedBuffer:
     """One flat tensor whose memory comes and goes; see [Note: Swapped storage]."""
 

@@ -24,11 +24,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.errors import UsageError
-from shardwise.plan.schedule import Kind, Op, Phase, Trigger
+from shardwise.plan.schedule import Kind, Phase, Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.memory import trim_heap
+from shardwise.runtime.rest import PartOf, Resident
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.windows import WindowedUpdate
 
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop",
@@ -98,7 +100,10 @@ class OptimizerTakeover:
         self._runtime, self._optimizer = runtime, optimizer
         self._slots = {slot.parameter: slot for slot in runtime.slots}
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        """What stands in for each trained parameter during a step; empty if this rank has none."""
+        """What stands in for each trained parameter during a step; empty if this rank has none.
+
+        Also empty where the update goes through windows: there nothing happens in the step itself.
+        """
         self._swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """During a step: the groups, each with the options that were changed."""
         self._depth = 0
@@ -110,12 +115,14 @@ class OptimizerTakeover:
             for flat in unit.trained:
                 if flat.master is None:
                     flat.make_master()
+        windowed = [slot for slot in runtime.trained_slots if slot.flat.updates_in_windows]
+        self._windows = WindowedUpdate(runtime, optimizer, windowed)
         for slot in runtime.trained_slots:
             self._parts[slot.parameter] = nn.Parameter(_part_of(slot))
         for parameter, state in self._cut_all(optimizer.state).items():
             self._set_state(parameter, state)
         self._install()
-        runtime.optimizers.add(optimizer)
+        runtime.optimizers[optimizer] = weakref.ref(self)
 
     # --- step ---------------------------------------------------------------------------------
 
@@ -149,22 +156,32 @@ class OptimizerTakeover:
     def _recover(self) -> None:
         """A step that raised before it was guarded (see ``watch``) is brought to its end."""
         if self._depth:
-            self._end_step()
+            self._end_step(raised=True)
 
-    def _end_step(self) -> None:
-        self._depth = 0
+    def _end_step(self, *, raised: bool = False) -> None:
         self._swap_out()
+        # Until windows are updated, hooks of a step inside a step are not those of a new one.
+        self._depth = 1
+        try:
+            self._update_and_refresh(raised)
+        finally:
+            self._depth = 0
+
+    def _update_and_refresh(self, raised: bool) -> None:
         if not self._stepped:
             # The states that the optimizer has just made lie between holes of the first backward;
             # what the next passes do not reuse would count as memory for ever.
             self._stepped = True
             trim_heap()
         runtime = self._runtime
+        if not raised:
+            self._windows.begin()
         for unit in runtime.units:
             if unit.trained:
                 unit_refresh = unit.op(Phase.ONLY, Trigger.STEP, Kind.REFRESH)
-                runtime.emit(Op(Kind.STEP, unit.name))
-                unit.refresh(unit_refresh)
+                updated = self._windows.update(unit) if not raised else set()
+                runtime.emit(unit.op(Phase.ONLY, Trigger.STEP, Kind.STEP))
+                unit.refresh(unit_refresh, updated)
                 runtime.emit(unit_refresh)
 
     def _swap_in(self) -> None:
@@ -176,7 +193,7 @@ class OptimizerTakeover:
                 if part is not parameter:
                     part.grad = _grad_of(self._slots[parameter], part)
             states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
-            changed = _fused_options(group, parts, states)
+            changed = fused_options(group, parts, states)
             self._swapped.append((group, {key: group[key] for key in changed}))
             group.update(changed, params=parts)
         self._rename_states(self._parts)
@@ -204,14 +221,13 @@ class OptimizerTakeover:
         found: dict[nn.Parameter, State | None] = {}
         for parameter, state in states.items():
             if (slot := self._slots.get(parameter)) is not None:
-                part = self._parts.get(parameter)
-                has_any = part is not None and part.numel()
-                found[parameter] = self._cut(slot, part, state) if has_any else None
+                has_any = slot.spec.param.requires_grad and slot.segment.numel
+                found[parameter] = self._cut(slot, state) if has_any else None
         return found
 
-    def _cut(self, slot: ParamSlot, part: nn.Parameter, state: State) -> State:
+    def _cut(self, slot: ParamSlot, state: State) -> State:
         """The state of a part, out of the whole parameter's or of the same part's."""
-        shape = slot.spec.param.shape
+        shape, part_shape = slot.spec.param.shape, slot.part_shape
         own = slot.segment.relative_to(slot.spec.interval.start)
 
         def cut(key: str, value: Any) -> Any:
@@ -227,19 +243,28 @@ class OptimizerTakeover:
             if tuple(value.shape) == shape:
                 # As torch does on loading: states have their parameter's dtype, except "step".
                 like_part = value.is_floating_point() and key != "step"
-                dtype = part.dtype if like_part else value.dtype
-                return value.reshape(-1)[own].reshape(part.shape).to(dtype, copy=True)
-            if value.dim() == 0 or value.shape == part.shape:
+                dtype = slot.flat.dtypes.master if like_part else value.dtype
+                return value.reshape(-1)[own].reshape(part_shape).to(dtype, copy=True)
+            if value.dim() == 0 or value.shape == part_shape:
                 return value.clone()
             raise UsageError(
                 f"State '{key}' of '{slot.name}' has shape {tuple(value.shape)}, which is neither "
-                f"the parameter's {shape} nor this rank's part ({part.numel()} elements)."
+                f"the parameter's {shape} nor this rank's part ({slot.segment.numel} elements)."
             )
 
         return {key: cut(key, value) for key, value in state.items()}
 
+    def state_of(self, slot: ParamSlot) -> State:
+        """The state of a parameter's part, wherever it rests."""
+        if self._windows.covers(slot.parameter):
+            return self._windows.state_of(slot)
+        state: State = self._optimizer.state.get(slot.parameter, {})
+        return state
+
     def _set_state(self, parameter: nn.Parameter, state: State | None) -> None:
-        if state is None:
+        if self._windows.covers(parameter):
+            self._windows.set_state(self._slots[parameter], state)
+        elif state is None:
             self._optimizer.state.pop(parameter, None)
         else:
             self._optimizer.state[parameter] = state
@@ -251,6 +276,11 @@ class OptimizerTakeover:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _note_layout(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        listed = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for index, parameter in enumerate(listed):
+            if index in state_dict["state"] and self._windows.covers(parameter):
+                # In place of tensors without values: what a state dict is for is values.
+                state_dict["state"][index] = self._windows.state_of(self._slots[parameter])
         state_dict[_NOTE] = {"layout": self._layout_digest(), "rank": self._runtime.grid.place.rank}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -278,6 +308,7 @@ class OptimizerTakeover:
     def _drop_states(self) -> None:
         for parameter in self._parts:
             self._set_state(parameter, None)
+        self._windows.free()
 
     # --- installation -------------------------------------------------------------------------
 
@@ -317,7 +348,7 @@ class OptimizerTakeover:
                 if self._depth:
                     # step raised, and torch runs no post hook then. Ranks that did not raise
                     # refresh now, so this one does, too.
-                    self._end_step()
+                    self._end_step(raised=True)
 
         return guarded
 
@@ -368,14 +399,21 @@ def _part_of(slot: ParamSlot) -> torch.Tensor:
 
     So its states have the shapes that they have in a plain process, whatever they are.
     """
-    part = slot.master_part()
+    flat = slot.flat
+    part = None
+    if not flat.updates_in_windows:
+        assert isinstance(flat.master, Resident | PartOf)
+        part = slot.of(flat.master.tensor, flat.optim_at)
     if part is None:
-        return torch.empty(0, dtype=slot.flat.dtypes.master, device=slot.parameter.device)
+        return torch.empty(0, dtype=flat.dtypes.master, device=slot.parameter.device)
     return part.view(()) if slot.spec.param.shape == () else part
 
 
 def _grad_of(slot: ParamSlot, part: nn.Parameter) -> torch.Tensor | None:
-    grad = slot.grad_part() if slot.has_grad else None
+    flat = slot.flat
+    if not slot.has_grad or flat.updates_in_windows or not isinstance(flat.reduced, Resident):
+        return None
+    grad = slot.of(flat.reduced.tensor if flat.reduced_valid else None, flat.optim_at)
     return None if grad is None else grad.view(part.shape)
 
 
@@ -394,7 +432,7 @@ def _run_closure(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], done, *args[2:]), kwargs
 
 
-def _fused_options(
+def fused_options(
     group: dict[str, Any], parts: list[torch.Tensor], states: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """torch's fused kernel where it has one and the user did not choose."""

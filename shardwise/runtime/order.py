@@ -109,6 +109,12 @@ class Walk:
         """The gathers to begin before their use; asked for when memory has just become free."""
         return self._issue(self._used + self.prefetch)
 
+    def beyond(self, count: int) -> list[int]:
+        """The next units after those whose gathers were issued; they may come from their tier."""
+        if self.order is None:
+            return []
+        return self.order[self._issued : self._issued + count]
+
     def comes_again(self, unit: int) -> bool:
         """Whether the pass may still gather a unit; while recording, any rank may propose it."""
         return self.order is None or unit in self.order[self._issued :]

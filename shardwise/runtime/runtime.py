@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -23,8 +24,13 @@ from shardwise.runtime.agreement import Agreed, Agreement
 from shardwise.runtime.carry import Carriers
 from shardwise.runtime.flat import ParamSlot, Pools
 from shardwise.runtime.order import Hold, Use, Walk
+from shardwise.runtime.rest import Homes
 from shardwise.runtime.unit import State, Unit
 from shardwise.runtime.watch import Watch
+
+if TYPE_CHECKING:
+    from shardwise.runtime.activations import Activations
+    from shardwise.runtime.optim import OptimizerTakeover
 
 
 @dataclass
@@ -49,6 +55,7 @@ class Runtime:
     units: list[Unit]
     pools: Pools
     carriers: Carriers
+    homes: Homes
     counters: Counters = field(default_factory=Counters)
     observers: list[Callable[[Op], None]] = field(default_factory=list)
     sync: bool = True
@@ -64,13 +71,17 @@ class Runtime:
     """Run before every pass: each ends what an exception left unfinished elsewhere, if anything."""
     forgets: list[Callable[[], None]] = field(default_factory=list)
     """Run after an interrupted forward: each forgets calls whose end it will never see."""
-    optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
-    """Those that were taken over."""
+    optimizers: "WeakKeyDictionary[Optimizer, ref[OptimizerTakeover]]" = field(
+        default_factory=WeakKeyDictionary
+    )
+    """Those that were taken over, and by whom."""
 
     def __post_init__(self) -> None:
         from shardwise.runtime.backward import Backward
 
         self.divisor = float(self.grid.place.world)
+        self.activations: Activations | None = None
+        """Set by ``activations.install``."""
         self.backward = Backward(self)
         self.forward_depth = 0
         self._lone_depth = 0
@@ -87,6 +98,12 @@ class Runtime:
         raise refuse_copy(type(self.model).__name__)
 
     __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
+
+    def state_of(self, optimizer: Optimizer, slot: ParamSlot) -> dict[str, Any]:
+        """What an optimizer keeps for this rank's part of a parameter."""
+        found = self.optimizers.get(optimizer)
+        takeover = found() if found is not None else None
+        return takeover.state_of(slot) if takeover else optimizer.state.get(slot.parameter, {})
 
     @property
     def root(self) -> Unit:
@@ -195,6 +212,7 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         self.recover()
+        self.homes.check()
         self.watch.look()
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         self._walk = self._begin_walk(kind)
@@ -242,6 +260,8 @@ class Runtime:
                 self._gather(unit)
         for index in walk.begin():
             self._issue(index)
+        for index in walk.beyond(self.plan.prefetch):
+            self.units[index].fetch()
         return walk
 
     def _end_walk(self, walk: Walk) -> None:
@@ -250,6 +270,7 @@ class Runtime:
         finally:
             for unit in self.units:
                 unit.release_source()
+                unit.drop_fetched()
 
     def _finish_walk(self, walk: Walk) -> None:
         if walk.order is None:
@@ -344,6 +365,8 @@ class Runtime:
     def _gather_ahead(self, walk: Walk) -> None:
         for index in walk.ahead():
             self._issue(index)
+        for index in walk.beyond(self.plan.prefetch):
+            self.units[index].fetch()
 
     def _use_external(self, unit: Unit) -> None:
         # Gathered when the pass began, unless its module is called outside the model's forward.
@@ -421,7 +444,8 @@ class Runtime:
     def _gather(self, unit: Unit) -> None:
         if unit.state is State.COMING:
             unit.settle()  # another gather of the same unit: in order, into the same buffer
-        self.emit(unit.gather())
+        for op in unit.gather():
+            self.emit(op)
 
     # --- agreement ----------------------------------------------------------------------------
 
@@ -469,11 +493,16 @@ class Runtime:
             self.demand(slot)
         else:
             raise UsageError(
-                f"'{what}' needs the values of parameter '{slot.name}', which rest in parts on "
-                f"{slot.unit.rungs.ladder.parts[slot.unit.rungs.params]} ranks: read them inside "
+                f"'{what}' needs the values of parameter '{slot.name}', which rest "
+                f"{self._where(slot)}: read them inside "
                 "'with shardwise.full_params(model):' (write with write=True), or take "
                 "shardwise.state_dict(model)."
             )
+
+    def _where(self, slot: ParamSlot) -> str:
+        """Where the values of a parameter are, for people."""
+        parts = slot.unit.rungs.ladder.parts[slot.unit.rungs.params]
+        return f"in parts on {parts} ranks" if parts > 1 else "on another tier"
 
     def write(self, slot: ParamSlot, value: torch.Tensor) -> None:
         """Overwrites a parameter by a full value that all ranks pass alike."""
@@ -502,6 +531,8 @@ class Runtime:
             unit.free()
             unit.settle()
         self.grid.gathers.drain()
+        for unit in self.units:
+            unit.drop_fetched()
 
     def notice_interruption(self, running: int = 0) -> None:
         """Recovers from a forward that counts as running but left this thread's stack.

@@ -2,16 +2,17 @@
 
 A unit is in one of four states; what each costs in memory on this rank:
 
-RESTING     P's part only (and the kept rung, if any)
+RESTING     P's part only, unless that rests on a disk (and the kept rung, if any)
 COMING      the full buffer has memory and is being filled on the gather lane
 GATHERED    the full buffer holds current values; parameters are ordinary tensors
 REFRESHING  P rests in full, and updated values are still arriving
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from shardwise.comm.grid import Grid
@@ -26,8 +27,9 @@ from shardwise.plan.schedule import (
     Phase,
     Trigger,
     UnitOps,
-    gather_op,
+    gather_ops,
     outer_step,
+    travels,
     unit_ops,
 )
 from shardwise.runtime import guard
@@ -58,6 +60,19 @@ _MOVES = {
 }
 
 
+class _Later:
+    """A ticket for work that is done when somebody waits for it."""
+
+    def __init__(self, work: Callable[[Early], None]) -> None:
+        self._work: Callable[[Early], None] | None = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            with torch.no_grad():
+                work(lambda: None)
+
+
 class Unit:
     """Parameters that are gathered, reduced and updated together."""
 
@@ -86,11 +101,16 @@ class Unit:
                 for flat in range(len(flats)):
                     self._keys(op.kind, flat, op.hops)
         self._outer_step = outer_step(spec, rungs, plan)
-        self.state = State.GATHERED if rungs.params == 0 else State.RESTING
+        self.travels = bool(flats) and travels(rungs, plan)
+        """Whether using this unit takes a gather at all."""
+        self.state = State.RESTING if self.travels else State.GATHERED
         self._ticket: Ticket = DONE
+        self._refreshing = False
+        """Whether updated values may still be on their way to P's part."""
         self._kept_version = -1
         self._source: int | None = None
-        """The rung that the gathers of the current pass start from."""
+        """The rung that the gathers of the current pass start from, while that is fixed."""
+        self._source_is_fixed = False
         self.version = 0
         """Counts updates of the values; copies of an older version are never used."""
         # Book-keeping of uses, for runtime/runtime.py:
@@ -107,11 +127,6 @@ class Unit:
         return f"<unit {self.name!r}: {self.spec.numel} parameters, {self.state}>"
 
     @property
-    def travels(self) -> bool:
-        """Whether using this unit takes a gather at all."""
-        return self.rungs.params > 0 and bool(self.flats)
-
-    @property
     def trained(self) -> list[Flat]:
         return [flat for flat in self.flats if flat.spec.requires_grad]
 
@@ -123,29 +138,45 @@ class Unit:
 
     # --- parameters ---------------------------------------------------------------------------
 
-    def gather(self, *, exact: bool = False) -> Op:
+    def gather(self, *, exact: bool = False) -> tuple[Op, ...]:
         """Begins to fill the full buffer, from the kept rung where that is current.
 
         ``exact``: from P itself, and raw whatever the plan's wire is.
         """
-        source = self.rungs.params if exact else self._source_rung()
-        op = gather_op(self.spec, self.rungs, self.plan, source, exact=exact)
-        assert op is not None
+        source = None if exact else self._source_rung()
+        ops = gather_ops(self.spec, self.rungs, self.plan, source, exact=exact)
+        hops = ops[-1].hops
         self._move(State.COMING)
         for flat in self.flats:
             flat.full.fill()
+        if source is None:
+            self._prefetch()
         flats, carrier = self.flats, self._carriers.gathers
-        legs = [self._legs("gather", Kind.GATHER, i, op.hops) for i in range(len(flats))]
+        legs = [self._legs("gather", Kind.GATHER, i, hops) for i in range(len(flats))]
 
         def work(early: Early) -> None:
             for i, flat in enumerate(flats):
-                flat.gather(legs[i], carrier)
+                flat.gather(legs[i], carrier, from_part=source is None)
                 if i == len(flats) - 1:
                     early()
                 finish(legs[i])
 
-        self._ticket = self._grid.gathers.submit(work)
-        return op
+        # Without hops there is nothing to do until the values are used, and then they are there.
+        in_lane = bool(hops) or self._refreshing
+        self._ticket = self._grid.gathers.submit(work) if in_lane else _Later(work)
+        return ops
+
+    def fetch(self) -> None:
+        """Begins to bring P's part from its tier, ahead of the gather."""
+        if self.state is State.RESTING and self._source_rung() is None:
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        # A refresh that still runs writes what would be read: the gather comes after it in its
+        # lane, and reads then.
+        if not self._refreshing:
+            for flat in self.flats:
+                flat.prefetch()
 
     def settle(self) -> None:
         """Waits for values that are on their way; afterwards parameters are ordinary tensors."""
@@ -179,27 +210,38 @@ class Unit:
         """The values changed: older copies are stale."""
         self.version += 1
         self.drop_kept()
+        self.drop_fetched()
 
-    def refresh(self, op: Op | None) -> None:
-        """After the update: new values climb to P's rung, beside whatever comes next."""
+    def drop_fetched(self) -> None:
+        """Drops what was brought from P's tier and not gathered."""
+        for flat in self.flats:
+            flat.part.discard()
+
+    def refresh(self, op: Op | None, updated: Collection[Flat] = ()) -> None:
+        """After the update: new values climb to P's rung, beside whatever comes next.
+
+        ``updated`` are the flats whose own elements of P are new already.
+        """
         self.bump()
         flats = self.trained
         carrier = self._carriers.gathers
         if op is None:
             for flat in flats:
-                flat.refresh((), carrier)
+                flat.refresh((), carrier, own_is_new=flat in updated)
             return
         legs = [self._legs("gather", Kind.REFRESH, i, op.hops) for i in range(len(flats))]
         if not self.travels:
             self._move(State.REFRESHING)
             guard.close(self._parameters())
+        self._refreshing = True
 
         def work(early: Early) -> None:
             for i, flat in enumerate(flats):
-                flat.refresh(legs[i], carrier)
+                flat.refresh(legs[i], carrier, own_is_new=flat in updated)
                 if i == len(flats) - 1:
                     early()
                 finish(legs[i])
+            self._refreshing = False
 
         ticket = self._grid.gathers.submit(work)
         if not self.travels:
@@ -227,14 +269,19 @@ class Unit:
         up_legs = [self._legs("reduce", Kind.SPREAD, i, up) for i in range(len(flats))]
         later: list[Ticket] = []
 
-        for flat in flats if synchronises else ():
+        for flat, add in zip(flats, adds, strict=True) if synchronises else ():
             flat.reduced_valid = True
+            flat.begin_sums(add=add)
 
         def reduce_one(i: int, flat: Flat, grad: FullGrad) -> None:
             legs = down_legs[i]
             if synchronises:
                 flat.reduce(grad.tensor, legs, carrier, scale=scale, add=adds[i], outer=outer)
                 flat.spread(up_legs[i], carrier)
+                if not outer:
+                    if not flat.grads_are_resident:
+                        finish(up_legs[i])  # others read this memory, which goes now
+                    flat.end_sums()
             else:
                 flat.hold(grad.tensor, legs, carrier)
             finish(legs[:last])
@@ -243,8 +290,8 @@ class Unit:
         def work(_: Early) -> None:
             for i, (flat, grad) in enumerate(zip(flats, grads, strict=True)):
                 reduce_one(i, flat, grad)
-            if outer is not None:
-                later.append(outer.last)
+                if outer and synchronises:
+                    later.append(outer.afterwards(flat.end_sums))
 
         return Chained(self._grid.reduces.submit(work), later)
 
@@ -264,18 +311,20 @@ class Unit:
         Not from what this rank happens to hold when it issues one: ranks that use units
         differently keep and drop them at other moments, and would take other hops.
         """
-        self._source = None
+        self._source_is_fixed = False
         self._source = self._source_rung()
+        self._source_is_fixed = True
 
     def release_source(self) -> None:
         """A pass is over."""
-        self._source = None
+        self._source_is_fixed = False
 
-    def _source_rung(self) -> int:
-        if self._source is not None:
+    def _source_rung(self) -> int | None:
+        """The rung that is held and current; None: P itself."""
+        if self._source_is_fixed:
             return self._source
         kept = self._kept_version == self.version and self.rungs.keep not in (0, self.rungs.params)
-        return self.rungs.keep if kept else self.rungs.params
+        return self.rungs.keep if kept else None
 
     def _legs(self, lane: str, kind: Kind, flat: int, hops: tuple[Hop, ...]) -> list[Leg]:
         """A flat's walk over some hops, on the links of a lane."""

@@ -90,13 +90,15 @@ class _Resident:
     def _follow(self) -> None:
         """Masters of another dtype take what changed; elsewhere they keep their precision."""
         flat = self._slot.flat
-        master = self._slot.master_part()
-        if master is None or not flat.has_master:
+        if flat.master is None or not flat.has_master or not self._slot.segment.numel:
             return
         start = self._slot.spec.interval.start
         value = self._home.reshape(-1)[self._slot.segment.relative_to(start)]
-        changed = master.to(value.dtype) != value
-        master.copy_(torch.where(changed, value.to(master.dtype), master))
+        with flat.master.use(writes=True) as whole:
+            master = self._slot.of(whole, flat.optim_at)
+            assert master is not None
+            changed = master.to(value.dtype) != value
+            master.copy_(torch.where(changed, value.to(master.dtype), master))
 
 
 def _refuse_casts(runtime: "Runtime", module: nn.Module) -> None:

@@ -22,8 +22,10 @@ class Pool:
     is the runtime's choice (prefetch, gradients in flight), which the memory model knows.
     """
 
-    def __init__(self, device: torch.device, budget: Budget | None = None) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, budget: Budget | None = None, *, pinned: bool = False
+    ) -> None:
+        self._device, self._pinned = device, pinned
         self._budget = budget if budget is not None else Budget("device")
         self._lock = threading.Lock()
         self._idle: dict[int, list[tuple[torch.UntypedStorage, torch.cuda.Event | None]]] = (
@@ -31,40 +33,40 @@ class Pool:
         )
         self.held_bytes = 0
         self.peak_bytes = 0
+        self._budget.before_refusing(self.trim)
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         with self._lock:
-            if self._idle[nbytes]:
-                storage, used = self._idle[nbytes].pop()
-                if used is not None:
-                    torch.cuda.current_stream(self._device).wait_event(used)
-                return storage
-            if not self._budget.admits(nbytes):
-                self._trim()  # buffers of other sizes
-            self._budget.claim(nbytes, "A buffer")
+            idle = self._idle[nbytes].pop() if self._idle[nbytes] else None
+        if idle is not None:
+            storage, used = idle
+            if used is not None and self._pinned:
+                used.synchronize()  # the next user may be a thread that reads from a disk
+            elif used is not None:
+                torch.cuda.current_stream(self._device).wait_event(used)
+            return storage
+        self._budget.claim(nbytes, "A buffer")
+        with self._lock:
             self.held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return allocate(nbytes, self._device)
+        return allocate(nbytes, self._device, pinned=self._pinned)
 
     def give(self, storage: torch.UntypedStorage) -> None:
         """Takes memory back; on CUDA the stream that gives it may still be working on it."""
         used = None
-        if self._device.type == "cuda":
+        if self._pinned or self._device.type == "cuda":
             used = torch.cuda.Event()
-            used.record(torch.cuda.current_stream(self._device))
+            used.record(torch.cuda.current_stream())
         with self._lock:
             self._idle[storage.nbytes()].append((storage, used))
 
     def trim(self) -> None:
         """Returns idle memory to the system."""
         with self._lock:
-            self._trim()
-
-    def _trim(self) -> None:
-        for nbytes, idle in self._idle.items():
-            self.held_bytes -= nbytes * len(idle)
-            self._budget.release(nbytes * len(idle))
-        self._idle.clear()
+            freed = sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
+            self.held_bytes -= freed
+            self._idle.clear()
+        self._budget.release(freed)
 
 
 def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.UntypedStorage:

@@ -7,8 +7,8 @@ from shardwise.cli.main import app
 
 NAMES = {
     "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError", "UsageError",
-    "clip_grad_norm_", "deferred_init", "full_grads", "full_params", "no_sync", "optim_state_dict", "presets",
-    "set_grad_divisor", "shard", "state_dict", "stats", "unshard",
+    "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load_pretrained", "no_sync",
+    "optim_state_dict", "presets", "set_grad_divisor", "shard", "state_dict", "stats", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {
@@ -16,7 +16,9 @@ OPTIONS = {
         "--nodes", "--ranks", "--rate", "--latency", "--model", "--seq", "--dtype", "--steps", "--warmup", "--rounds",
         "--plans", "--peers", "--native-bf16", "--deepspeed-python", "--out", "--json",
     },
+    "doctor": {"--clean", "--json"},
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
+    "inspect": {"--json"},
     "train": {
         "--model", "--data", "--plan", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
         "--json",

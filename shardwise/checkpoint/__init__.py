@@ -1,0 +1,1 @@
+"""Weights on disk: exchange with other tools in safetensors files, streamed."""

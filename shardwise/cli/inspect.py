@@ -1,0 +1,88 @@
+"""`shardwise inspect`: show what a safetensors file or folder has, by its headers alone."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.checkpoint.folder import Source, read_source
+from shardwise.cli.common import JSON_OPTION, print_json
+from shardwise.train.metrics import format_bytes, format_count
+
+_LARGEST = 5
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A safetensors file, or a folder of them.")],
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Show tensors, parameters, bytes and dtypes of a safetensors file or folder.
+
+    Examples:
+
+      shardwise inspect exported/
+
+      shardwise inspect model.safetensors --json
+    """
+    answer = to_dict(path, read_source(path))
+    if as_json:
+        print_json(answer)
+    else:
+        _print(answer)
+
+
+def to_dict(path: Path, source: Source) -> dict[str, Any]:
+    """The answer in JSON's types."""
+    infos = [stored.info for stored in source.tensors.values()]
+    dtypes: dict[str, dict[str, int]] = {}
+    for info in infos:
+        counts = dtypes.setdefault(info.dtype, {"tensors": 0, "parameters": 0, "bytes": 0})
+        counts["tensors"] += 1
+        counts["parameters"] += info.numel
+        counts["bytes"] += info.num_bytes
+    largest = sorted(infos, key=lambda info: (-info.num_bytes, info.name))[:_LARGEST]
+    return {
+        "path": str(path),
+        "files": [file.name for file in source.files],
+        "tensors": len(infos),
+        "parameters": sum(info.numel for info in infos),
+        "bytes": sum(info.num_bytes for info in infos),
+        "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1]["bytes"])),
+        "largest": [
+            {
+                "name": info.name,
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "bytes": info.num_bytes,
+            }
+            for info in largest
+        ],
+        "metadata": {k: v for header in source.files.values() for k, v in header.metadata.items()},
+    }
+
+
+def _print(answer: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(
+        title=f"{escape(answer['path'])}: {len(answer['files'])} file(s)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("dtype", "tensors", "parameters", "bytes"):
+        table.add_column(name, justify="left" if name == "dtype" else "right")
+    for dtype, counts in [*answer["dtypes"].items(), ("total", answer)]:
+        amounts = str(counts["tensors"]), format_count(counts["parameters"])
+        table.add_row(dtype, *amounts, format_bytes(counts["bytes"]))
+    console.print(table)
+    largest = Table(title="Largest tensors", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("name", "dtype", "shape", "bytes"):
+        largest.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
+    for row in answer["largest"]:
+        shape = " × ".join(map(str, row["shape"])) or "scalar"
+        largest.add_row(escape(row["name"]), row["dtype"], shape, format_bytes(row["bytes"]))
+    console.print(largest)

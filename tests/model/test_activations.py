@@ -1,0 +1,96 @@
+"""What backward needs of a forward, told without running it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.model.activations import SMALL_BYTES, Saved, saved_bytes
+from shardwise.plan.plan import Plan
+
+PLAN = Plan(min_unit_numel=500)
+WIDTH, LAYERS = 64, 6
+INPUT_BYTES = 512 * WIDTH * 4
+
+
+class Layer(nn.Module):
+    """Saves its input and what is between its linear layers: four times as wide, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, bias: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x))) + bias
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bias = self.first(x), torch.ones(WIDTH)
+        for layer in self.layers:
+            y = layer(y, bias=bias)
+        return y.exp()
+
+
+def measure(plan: Plan = PLAN, rows: int = 512) -> Saved:
+    return saved_bytes(Layers, lambda model: model(torch.zeros(rows, 8)), plan)
+
+
+def test_bytes_of_inputs_of_one_unit_and_of_everything():
+    saved = measure()
+    given, result = 512 * 8 * 4, INPUT_BYTES
+    assert saved.root == given + result  # the first layer's input, exp's result
+    assert saved.checkpoints == LAYERS * INPUT_BYTES + WIDTH * 4
+    assert saved.small == WIDTH * 4
+    assert saved.largest_unit == 2 * 4 * INPUT_BYTES
+    assert saved.largest_input == INPUT_BYTES
+    assert saved.total == saved.root + LAYERS * (INPUT_BYTES + saved.largest_unit)
+
+
+def test_inputs_that_are_small_stay_in_memory():
+    rows = SMALL_BYTES // (WIDTH * 4) - 1
+    saved = measure(rows=rows)
+    assert saved.small == saved.checkpoints > 0
+    assert saved.largest_input == 0
+
+
+def test_a_unit_inside_another_counts_with_it():
+    nested = replace(PLAN, units=("layers.?", "layers.?.up"))
+
+    class Sums(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def build() -> nn.Module:
+        model = Layers()
+        model.layers = nn.ModuleList(Sums() for _ in range(LAYERS))
+        return model
+
+    def run(model: nn.Module) -> torch.Tensor:
+        return model(torch.zeros(512, 8))
+
+    assert saved_bytes(build, run, nested) == saved_bytes(build, run, PLAN)
+
+
+@pytest.mark.parametrize(("setting", "share"), [("recompute", 3), ("nvme", 4)])
+def test_each_setting_holds_less(setting, share):
+    saved = measure()
+    assert saved.held("keep") == saved.total
+    assert saved.held(setting) < saved.total / share
+
+
+def test_explain_follows_the_plans_activations():
+    from shardwise.cli.explain import _activations
+
+    held = [
+        _activations("gpt-tiny", replace(PLAN, activations=setting), 4, 128)
+        for setting in ("keep", "recompute", "nvme")
+    ]
+    assert held[0] > 2 * held[1] > 2 * held[2]
