@@ -9,11 +9,12 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.topology import Topology
 from shardwise.model.inspect import describe
+from shardwise.plan.plan import Tiers
 from shardwise.plan.schedule import Op, Phase, schedule
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine
 
 LEVELS = "node=2,world=2"
-PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean"]
+PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean", "infinity"]
 
 
 def _planned(model, plan, *phases: Phase) -> Counter[Op]:
@@ -25,8 +26,13 @@ def _planned(model, plan, *phases: Phase) -> Counter[Op]:
     return ops
 
 
-def compare(name: str, keep: str) -> None:
-    plan = replace(sw.presets.PRESETS[name](), min_unit_numel=1000, keep=keep)
+def compare(path: str, name: str, keep: str, tier: str = "") -> None:
+    plan = replace(
+        sw.presets.PRESETS[name](), min_unit_numel=1000, keep=keep, tiers=Tiers(path=path)
+    )
+    if tier:
+        states = ("params", "grads", "optim")
+        plan = replace(plan, **{s: replace(getattr(plan, s), tier=tier) for s in states})
     model = make(TinyGPT)
     single, accumulated, evaluation = (
         _planned(model, plan, *phases)
@@ -61,13 +67,15 @@ def compare(name: str, keep: str) -> None:
     sw.unshard(model)
 
 
-def compare_all() -> None:
+def compare_all(path: str) -> None:
     for name in PLANS:
-        compare(name, sw.presets.PRESETS[name]().keep)
-    compare("zero3", "node")
-    compare("zero3", "full")
-    compare("hsdp", "full")
+        compare(path, name, sw.presets.PRESETS[name]().keep)
+    compare(path, "zero3", "node")
+    compare(path, "zero3", "full")
+    compare(path, "hsdp", "full")
+    for name, keep in (("ddp", "none"), ("ddp", "full"), ("zero3", "node"), ("amsp", "none")):
+        compare(path, name, keep, tier="nvme")
 
 
-def test_the_runtime_executes_what_the_schedule_plans(four):
-    four.run(compare_all)
+def test_the_runtime_executes_what_the_schedule_plans(four, tmp_path):
+    four.run(compare_all, str(tmp_path))
