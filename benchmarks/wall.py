@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+LEARNING_RATE = 2e-5
 
 
 def main() -> None:
@@ -171,6 +172,14 @@ def work(job: dict[str, Any]) -> None:
     dist.barrier()
 
 
+def _rows(job: dict[str, Any]) -> tuple[Any, Any]:
+    """Inputs and labels in the shapes of a step, for the memory model."""
+    import torch
+
+    rows = torch.zeros(1, job["seq"], dtype=torch.int64)
+    return rows, rows
+
+
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -184,6 +193,7 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     import shardwise as sw
     from shardwise.api import runtime_of
     from shardwise.core.topology import Topology
+    from shardwise.model.activations import saved_bytes
     from shardwise.model.inspect import describe
     from shardwise.plan.file import load_plan
     from shardwise.plan.memory import memory
@@ -191,9 +201,12 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     plan = load_plan(job["plan"]) if job["plan"] else sw.presets.infinity(job["disk"])
     with sw.deferred_init():
         model = kind(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     topology = Topology.parse(f"node={job['ranks']}")
-    predicted = memory(plan, describe(model, plan, topology.world), topology).total
+    saved = saved_bytes(lambda: kind(config), lambda model: model(*_rows(job)), plan)
+    spec = describe(model, plan, topology.world)
+    kept = saved.held(plan.without_accelerator().activations)
+    predicted = memory(plan, spec, topology, activations=kept).total
     sw.shard(model, optimizer, plan=plan)
 
     def step(tokens: Any, labels: Any) -> float:
@@ -218,7 +231,7 @@ def build_fsdp2(job: dict[str, Any], kind: Any, config: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=offload)
     fully_shard(model, mesh=mesh, offload_policy=offload)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(tokens: Any, labels: Any) -> float:
         loss = model(tokens, labels=labels).loss
@@ -238,7 +251,7 @@ def build_deepspeed(job: dict[str, Any], kind: Any, config: Any) -> Any:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": nvme,

@@ -23,25 +23,31 @@ if TYPE_CHECKING:
         shard,
         state_dict,
         stats,
+        trace,
         unshard,
     )
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
     from shardwise.model.deferred import deferred_init
     from shardwise.plan import presets
-    from shardwise.plan.plan import Override, Plan, Precision, StatePlan
+    from shardwise.plan.plan import Override, Plan, Precision, StatePlan, Tiers
+    from shardwise.tier.budget import BudgetError
+    from shardwise.tier.store import TierError
 
 _HOMES = {
     "shardwise.api": (
         "clip_grad_norm_ export full_grads full_params load_pretrained no_sync optim_state_dict "
-        "set_grad_divisor shard state_dict stats unshard"
+        "set_grad_divisor shard state_dict stats trace unshard"
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
-    "shardwise.plan.plan": "Override Plan Precision StatePlan",
+    "shardwise.plan.plan": "Override Plan Precision StatePlan Tiers",
+    "shardwise.tier.budget": "BudgetError",
+    "shardwise.tier.store": "TierError",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "BudgetError",
     "Override",
     "Plan",
     "PlanError",
@@ -49,6 +55,8 @@ __all__ = [
     "ShardwiseError",
     "StatePlan",
     "SyncError",
+    "TierError",
+    "Tiers",
     "UsageError",
     "clip_grad_norm_",
     "deferred_init",
@@ -63,6 +71,7 @@ __all__ = [
     "shard",
     "state_dict",
     "stats",
+    "trace",
     "unshard",
 ]
 

@@ -19,6 +19,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.layout import ModelSpec
 from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
+from shardwise.core.trace import Trace, recording
 from shardwise.model.inspect import find_members, spec_of
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan
@@ -243,6 +244,19 @@ def set_grad_divisor(model: nn.Module, divisor: float) -> None:
     if not divisor > 0:
         raise UsageError(f"The gradient divisor must be positive, got {divisor}.")
     runtime_of(model).divisor = float(divisor)
+
+
+@contextmanager
+def trace(path: str | PathLike[str]) -> Iterator[None]:
+    """Records what this rank does inside, as a file that Chrome's tracing and Perfetto open.
+
+    Tracks: forward and backward of units, gathers and refreshes, reductions, updates of windows,
+    and each thread that reads and writes a disk. With several ranks give each its own path.
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    with recording(Trace()) as recorded:
+        yield
+    recorded.save(path, rank=rank)
 
 
 def stats(model: nn.Module) -> dict[str, Any]:

@@ -19,9 +19,7 @@ class MemoryLimit:
     def __init__(self, name: str, limit_bytes: int, root: Path = _ROOT) -> None:
         self._is_v1 = (root / "memory" / "memory.limit_in_bytes").exists()
         if not self._is_v1 and not (root / "cgroup.controllers").exists():
-            raise UsageError(
-                f"There is no memory controller under {root}; use a Linux that has one."
-            )
+            raise UsageError(f"{root} has no memory controller; use a Linux that has one.")
         self._group = (root / "memory" if self._is_v1 else root) / name
         self._limit_bytes = limit_bytes
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import UsageError
+from shardwise.core.trace import active
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Kind, Op, Phase, Trigger
 from shardwise.runtime.agreement import Agreed, Agreement
@@ -126,6 +127,11 @@ class Runtime:
             return Phase.LAST if self.accumulated else Phase.ONLY
         return Phase.MIDDLE if self.accumulated else Phase.FIRST
 
+    def _trace(self, name: str | None) -> None:
+        trace = active()
+        if trace is not None:
+            trace.switch("compute", name)
+
     def emit(self, op: Op | None) -> None:
         if op is not None:
             for observer in self.observers:
@@ -143,6 +149,7 @@ class Runtime:
             self.forward_depth += 1
             unit.running += 1
         self._use(unit)
+        self._trace(f"forward {unit.name}")
 
     def after_forward(self, unit: Unit) -> None:
         """A module's forward is over: its unit's values go, or the kept rung stays."""
@@ -152,6 +159,7 @@ class Runtime:
         unit.running -= 1
         if unit.running == 0 and not unit.external:
             self._give_back(unit)
+        self._trace(None)
         if unit.encloses and self.forward_depth == 0:
             self._end_forward()
 
@@ -162,10 +170,12 @@ class Runtime:
             unit.arrived.clear()
         unit.in_backward.add(call)
         self._use(unit)
+        self._trace(f"backward {unit.name}")
 
     def after_backward(self, unit: Unit, call: object) -> None:
         """Gradients left through the inputs of the call: its values are not needed any more."""
         unit.in_backward.discard(call)
+        self._trace(None)
         kept = unit.hold is not None and unit.hold.kept
         if not kept or self.backward.took(unit):
             self._give_back_in_backward(unit)

@@ -19,6 +19,7 @@ from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Early
 from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Chained, Ticket
+from shardwise.core.trace import span
 from shardwise.plan.plan import Plan, Rungs
 from shardwise.plan.schedule import (
     Hop,
@@ -155,11 +156,12 @@ class Unit:
         legs = [self._legs("gather", Kind.GATHER, i, hops) for i in range(len(flats))]
 
         def work(early: Early) -> None:
-            for i, flat in enumerate(flats):
-                flat.gather(legs[i], carrier, from_part=source is None)
-                if i == len(flats) - 1:
-                    early()
-                finish(legs[i])
+            with span("gather", f"gather {self.name}"):
+                for i, flat in enumerate(flats):
+                    flat.gather(legs[i], carrier, from_part=source is None)
+                    if i == len(flats) - 1:
+                        early()
+                    finish(legs[i])
 
         # Without hops there is nothing to do until the values are used, and then they are there.
         in_lane = bool(hops) or self._refreshing
@@ -236,11 +238,12 @@ class Unit:
         self._refreshing = True
 
         def work(early: Early) -> None:
-            for i, flat in enumerate(flats):
-                flat.refresh(legs[i], carrier, own_is_new=flat in updated)
-                if i == len(flats) - 1:
-                    early()
-                finish(legs[i])
+            with span("gather", f"refresh {self.name}"):
+                for i, flat in enumerate(flats):
+                    flat.refresh(legs[i], carrier, own_is_new=flat in updated)
+                    if i == len(flats) - 1:
+                        early()
+                    finish(legs[i])
             self._refreshing = False
 
         ticket = self._grid.gathers.submit(work)
@@ -289,7 +292,8 @@ class Unit:
 
         def work(_: Early) -> None:
             for i, (flat, grad) in enumerate(zip(flats, grads, strict=True)):
-                reduce_one(i, flat, grad)
+                with span("reduce", f"reduce {self.name}"):
+                    reduce_one(i, flat, grad)
                 if outer and synchronises:
                     later.append(outer.afterwards(flat.end_sums))
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.topology import Interval
+from shardwise.core.trace import span
 from shardwise.plan.schedule import Kind, Phase, Trigger
 from shardwise.runtime.flat import Flat, ParamSlot
 from shardwise.runtime.memory import trim_heap
@@ -92,7 +93,8 @@ class WindowedUpdate:
             window = self._queue.popleft()
             assert window is self._coming
             self._coming = self._load(self._queue[0]) if self._queue else None
-            self._step(window)
+            with span("update", f"update {unit.name}"):
+                self._step(window)
             self._give_back(window, updates_params=not self._by_difference(unit, window.flat))
         return {
             flat

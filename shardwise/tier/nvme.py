@@ -18,6 +18,7 @@ import torch
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import DONE, Ticket
+from shardwise.core.trace import span
 from shardwise.tier.aio import BLOCK_BYTES, Move, Movers, Scratch
 from shardwise.tier.blocks import BlockFile, Entry
 from shardwise.tier.budget import Budget
@@ -220,7 +221,9 @@ class NvmeStore:
 
     def _move_block(self, entry: Entry, move: Move, begin: int, end: int, scratch: Scratch) -> None:
         moves = self._blocks.write if move.writes else self._blocks.read
-        moves(entry, move, begin, end, scratch)
+        track = threading.current_thread().name.removeprefix("shardwise-")
+        with span(track, f"{'write' if move.writes else 'read'} {entry.record.label}"):
+            moves(entry, move, begin, end, scratch)
 
     def _leave(self) -> None:
         """In a forked child: file and folder are the parent's, and so are the threads."""

@@ -414,3 +414,22 @@ def test_cpu_and_device_are_one_memory_here():
     runtime = runtime_of(model)
     assert all(flat.part.is_resident for unit in runtime.units for flat in unit.flats)
     assert not runtime.root.trained[0].updates_in_windows
+
+
+def test_a_trace_shows_reads_beside_compute(tmp_path):
+    (tmp_path / "disk").mkdir()
+    model, optimizer = sharded(tmp_path / "disk")
+    one_step(model, optimizer, 0)
+    with sw.trace(tmp_path / "trace.json"):
+        one_step(model, optimizer, 1)
+        runtime_of(model).homes.settle()
+    text = (tmp_path / "trace.json").read_text()
+    for what in (
+        "forward blocks.0",
+        "backward blocks.2",
+        "read parameters of unit 'blocks.1'",
+        "write gradients of unit 'blocks.1'",
+        "read optimizer state 'exp_avg' of unit 'blocks.0'",
+        "update blocks.0",
+    ):
+        assert what in text, what

@@ -6,9 +6,10 @@ import shardwise
 from shardwise.cli.main import app
 
 NAMES = {
-    "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError", "UsageError",
+    "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
+    "TierError", "Tiers", "UsageError",
     "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load_pretrained", "no_sync",
-    "optim_state_dict", "presets", "set_grad_divisor", "shard", "state_dict", "stats", "unshard",
+    "optim_state_dict", "presets", "set_grad_divisor", "shard", "state_dict", "stats", "trace", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {

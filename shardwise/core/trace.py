@@ -1,0 +1,110 @@
+"""What happened when: spans on tracks, saved in the form that Chrome and Perfetto open.
+
+One trace at a time is active in a process; without one a span costs a comparison.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time."""
+
+    track: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Trace:
+    """Spans of one process; any thread may add some."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._lock = threading.Lock()
+        self._current: dict[str, tuple[str, float]] = {}
+
+    def add(self, track: str, name: str, begin_s: float, end_s: float) -> None:
+        with self._lock:
+            self.spans.append(Span(track, name, begin_s, end_s))
+
+    def switch(self, track: str, name: str | None) -> None:
+        """On a track where one thing ends when the next begins: ``name`` begins, or nothing."""
+        now = time.perf_counter()
+        before = self._current.pop(track, None)
+        if before is not None:
+            self.add(track, before[0], before[1], now)
+        if name is not None:
+            self._current[track] = (name, now)
+
+    def save(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+        """Writes Chrome's trace format; microseconds from the first span on."""
+        for track in list(self._current):
+            self.switch(track, None)
+        origin = min((span.begin_s for span in self.spans), default=0.0)
+        tracks = list(dict.fromkeys(span.track for span in self.spans))
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        ]
+        for index, track in enumerate(tracks):
+            name = {"name": track}
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": rank, "tid": index, "args": name}
+            )
+        for span in self.spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "pid": rank,
+                    "tid": tracks.index(span.track),
+                    "ts": round((span.begin_s - origin) * 1e6, 1),
+                    "dur": round((span.end_s - span.begin_s) * 1e6, 1),
+                }
+            )
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events}, file)
+
+
+_active: Trace | None = None
+
+
+def active() -> Trace | None:
+    return _active
+
+
+@contextmanager
+def recording(trace: Trace) -> Iterator[Trace]:
+    """Inside, spans of this process go to ``trace``."""
+    global _active
+    before, _active = _active, trace
+    try:
+        yield trace
+    finally:
+        _active = before
+
+
+@contextmanager
+def span(track: str, name: str) -> Iterator[None]:
+    """Something that takes time, if anybody records.
+
+    >>> with recording(Trace()) as trace, span("disk", "read"):
+    ...     pass
+    >>> [(span.track, span.name) for span in trace.spans]
+    [('disk', 'read')]
+    """
+    trace = _active
+    if trace is None:
+        yield
+        return
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        trace.add(track, name, begin, time.perf_counter())
