@@ -108,7 +108,11 @@ def shard(
     disk = runtime.homes.disk
     activations.install(runtime, disk and disk.store, disk and disk.pool)
     if optimizer is not None:
-        OptimizerTakeover(runtime, optimizer)
+        try:
+            OptimizerTakeover(runtime, optimizer)
+        except BaseException:
+            runtime.homes.close()
+            raise
     watch(runtime, elementwise)
     _runtimes[model] = weakref.ref(runtime)
     weakref.finalize(model, grid.end_lanes)

@@ -29,11 +29,14 @@ MEMORY_TERMS = (
     "grads",
     "grad_buffers",
     "optim",
+    "staging",
     "wires",
     "activations",
     "allowance",
     "total",
 )
+TIER_TERMS = ("cpu", "nvme")
+"""What rests on other tiers; none of the total."""
 
 
 def explain(
@@ -191,6 +194,7 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
                 "unit": titles[op.unit].label,
                 "count": len(titles[op.unit].names),
                 "op": op.kind.value,
+                "moved_bytes": op.moved_bytes,
                 "hops": [
                     {
                         "level": hop.level,
@@ -212,7 +216,9 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
             {"level": leaving.level, "ranks": leaving.num_ranks, "sent_bytes": leaving.sent_bytes}
             for leaving in traffic.leaving(topology)
         ],
-        "memory": {term: getattr(explanation.memory, term) for term in MEMORY_TERMS},
+        "memory": {
+            term: getattr(explanation.memory, term) for term in (*MEMORY_TERMS, *TIER_TERMS)
+        },
     }
 
 
@@ -332,9 +338,17 @@ def _resolved_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table
             elif state == "keep" and rung == 0:
                 cells.append("full")
             else:
-                cells.append(f"{names[parts]} 1/{parts}")
+                tier = _tier(explanation.plan.for_unit(group.names[0]), state)
+                cells.append(f"{names[parts]} 1/{parts}" + (f" on {tier}" if tier else ""))
         table.add_row(group.title, format_count(group.first.numel), *cells)
     return table
+
+
+def _tier(plan: Plan, state: str) -> str:
+    """The tier where a state rests, unless that is the device."""
+    states = {"P": plan.params, "G": plan.grads, "OS": plan.optim}
+    tier = states[state].tier if state in states else "device"
+    return "" if tier == "device" else tier
 
 
 def _schedule_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table":
@@ -348,10 +362,13 @@ def _schedule_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table
 
 
 def _hops_text(op: Op) -> str:
-    return ", ".join(
+    texts = [
         f"{hop.level} {format_bytes(hop.sent_bytes)}" + (f" as {hop.format}" if hop.format else "")
         for hop in op.hops
-    )
+    ]
+    if op.moved_bytes:
+        texts.append(f"tier {format_bytes(op.moved_bytes)}")
+    return ", ".join(texts)
 
 
 def _traffic_table(explanation: Explanation) -> "Table":
@@ -376,4 +393,7 @@ def _memory_table(explanation: Explanation) -> "Table":
         num_bytes = getattr(needed, term)
         share = num_bytes / needed.total if needed.total else 0
         table.add_row(term.replace("_", " "), format_bytes(num_bytes), f"{share:.0%}")
+    for tier in TIER_TERMS:
+        if num_bytes := getattr(needed, tier):
+            table.add_row(f"resting on {tier}", format_bytes(num_bytes), "")
     return table

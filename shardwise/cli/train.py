@@ -24,6 +24,9 @@ def train(
         str | None, typer.Option(help="stdlib, a text file, or a .bin or .npy token file.")
     ] = None,
     plan: Annotated[str | None, typer.Option(help="A preset's name or a plan's TOML file.")] = None,
+    nvme: Annotated[
+        str | None, typer.Option(help="A folder on a disk, for plans that rest states there.")
+    ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
     ] = None,
@@ -49,6 +52,8 @@ def train(
 
       shardwise train --plan zero2 --model gpt-tiny --steps 200
 
+      shardwise train --plan infinity --nvme /mnt/fast/scratch
+
       shardwise train --print-config > job.toml; shardwise train job.toml --set optim.lr=3e-4
 
       torchrun --nproc-per-node 2 -m shardwise train job.toml
@@ -59,6 +64,7 @@ def train(
         "model.name": model,
         "data.source": data,
         "plan": plan,
+        "nvme": nvme,
         "levels": levels,
         "workers": workers,
         "train.steps": steps,

@@ -16,6 +16,9 @@ def verify(
     model: Annotated[
         str, typer.Option(help="gpt-tiny ... gpt-xl, transformers:gpt2, or a config.json.")
     ] = "gpt-tiny",
+    nvme: Annotated[
+        str | None, typer.Option(help="A folder on a disk, for plans that rest states there.")
+    ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
     ] = None,
@@ -56,6 +59,7 @@ def verify(
     workers = workers or (_num_ranks(levels) if levels else 2)
     changes = {
         "plan": plan,
+        "nvme": nvme,
         "levels": levels,
         "workers": workers,
         "model.name": model,

@@ -119,6 +119,7 @@ class OptimizerTakeover:
         self._windows = WindowedUpdate(runtime, optimizer, windowed)
         for slot in runtime.trained_slots:
             self._parts[slot.parameter] = nn.Parameter(_part_of(slot))
+        self._windows.reserve()
         for parameter, state in self._cut_all(optimizer.state).items():
             self._set_state(parameter, state)
         self._install()

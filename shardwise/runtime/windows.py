@@ -213,6 +213,26 @@ class WindowedUpdate:
 
     # --- states -------------------------------------------------------------------------------
 
+    def reserve(self) -> None:
+        """Takes all room before the first step, so that a disk that is too small is told now.
+
+        What an optimizer keeps is learned from a step on two elements in place of each group.
+        """
+        for group in self._optimizer.param_groups:
+            slots = [self._slots[p] for p in group["params"] if p in self._slots]
+            if not slots:
+                continue
+            like = slots[0].flat
+            probe = nn.Parameter(torch.zeros(2, dtype=like.dtypes.master))
+            probe.grad = torch.zeros_like(probe)
+            self._run({slots[0].parameter: probe})
+            for key, value in self._optimizer.state.pop(probe, {}).items():
+                if _is_per_element(value, probe.shape):
+                    for slot in slots:
+                        self._rest(slot.flat, key, value.dtype)
+            for slot in slots:
+                slot.flat.make_reduced()
+
     def covers(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slots
 

@@ -103,6 +103,8 @@ class TrainConfig(_Section):
 
     plan: str = "zero3"
     """The name of a preset, or the path of a plan's TOML file."""
+    nvme: str | None = None
+    """A folder on a disk, for plans that rest states there; in place of the plan's tiers.path."""
     levels: str | None = None
     """The grid of ranks, innermost first, such as `node=2,world=2`; by default torchrun's."""
     workers: int = Field(default=2, gt=0)

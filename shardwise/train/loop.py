@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
 from shardwise.core.errors import ShardwiseError
+from shardwise.plan.file import load_plan
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (
@@ -91,7 +92,10 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         config, model, rank=dist.get_rank(), world=dist.get_world_size()
     )
     optimizer: Optimizer = build_optimizer(model, config.optim)
-    model, optimizer = sw.shard(model, optimizer, plan=config.plan, levels=config.levels)
+    plan = load_plan(config.plan)
+    if config.nvme is not None:
+        plan = replace(plan, tiers=replace(plan.tiers, path=config.nvme))
+    model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
     # Weights are the same on every rank; dropout should not be.
     torch.manual_seed(config.train.seed + 1 + dist.get_rank())
     return Job(

@@ -350,6 +350,20 @@ def test_a_budget_is_enforced(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_room_is_taken_before_the_first_step(tmp_path):
+    model, optimizer = sharded(tmp_path)
+    store = runtime_of(model).homes.disk.store
+    held = store.held_bytes
+    one_step(model, optimizer, 0)
+    assert store.held_bytes == held
+    model = make(TinyGPT)
+    needed = 4 * 8 * sum(p.numel() for p in model.parameters())  # P, G and two states in float64
+    tiers = Tiers(path=str(tmp_path), window_numel=4096, nvme_bytes=needed - 1000)
+    plan = replace(tiered(sw.presets.zero3(), str(tmp_path)), tiers=tiers)
+    with pytest.raises(BudgetError, match=r"tiers\.nvme_bytes"):
+        sw.shard(model, adamw(model), plan=plan)
+
+
 def test_buffers_are_bounded_and_reused(tmp_path):
     """What is lent at once stays within the memory model's figure, and does not grow."""
     model, optimizer = sharded(tmp_path)

@@ -21,11 +21,11 @@ OPTIONS = {
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
     "inspect": {"--json"},
     "train": {
-        "--model", "--data", "--plan", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
+        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
         "--json",
     },
     "verify": {
-        "--plan", "--model", "--levels", "--workers", "--steps", "--dtype", "--global-batch", "--accumulation",
+        "--plan", "--nvme", "--model", "--levels", "--workers", "--steps", "--dtype", "--global-batch", "--accumulation",
         "--seq", "--clip", "--lr", "--seed", "--tolerance", "--json",
     },
 }  # fmt: skip

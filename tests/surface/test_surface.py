@@ -76,10 +76,13 @@ MEMORY_KEYS = {
     "grads",
     "grad_buffers",
     "optim",
+    "staging",
     "wires",
     "activations",
     "allowance",
     "total",
+    "cpu",
+    "nvme",
 }
 
 
