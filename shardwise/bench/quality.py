@@ -37,7 +37,7 @@ def techniques() -> dict[str, Plan]:
     few_bits = "int4,node=int8"
     return {
         BASELINE: zero3,
-        "amsp, nothing lost": amsp,  # other sums in other orders: how much rounding alone moves
+        "amsp (nothing lost)": amsp,  # other sums in other orders: how much rounding alone moves
         "zeropp": presets.zeropp(precision=MIXED),
         "lean": presets.lean(precision=MIXED),
         "qwZ int8": _wired(zero3, params="int8"),
@@ -59,7 +59,7 @@ class Setting:
     seq: int = 64
     global_batch: int = 4
     lr: float = 3e-4
-    """Low enough that rounding does not grow into other losses; see the row ``amsp``."""
+    """Low enough that rounding does not grow into other losses; see the row of amsp."""
     eval_batches: int = 64
     levels: str = "node=2,world=2"
     workers: int = 4

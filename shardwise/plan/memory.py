@@ -23,6 +23,9 @@ from shardwise.plan.schedule import (
 
 WRITES_IN_FLIGHT_BYTES = 1 << 26
 """What may be on its way to a disk at once; a single larger write may always go."""
+DISK_SCRATCH_BYTES = 32 << 20
+"""Memory of the disk's threads for what does not begin or end on a page: four blocks of 8 MiB
+(``tier/aio.py``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,8 @@ class Memory:
     * bytes(master)."""
     staging: int = 0
     """Buffers between memory and a disk. P: parts that are fetched ahead. G: a unit's part while
-    it is summed. OS: two windows of everything that the update touches. And writes under way."""
+    it is summed. OS: two windows of everything that the update touches, and of states while the
+    optimizer makes them. And writes under way, and the disk's threads' own."""
     wires: int = 0
     """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
     (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
@@ -190,8 +194,20 @@ def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
         summed = []
     largest = max(summed, default=0)
     windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    if not (fetched or largest or windows):
+        return 0
     writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
-    return _pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + writing
+    made = max(_made_states(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    moving = _pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
+    return moving + DISK_SCRATCH_BYTES
+
+
+def _made_states(placed: _Placed, window_numel: int, optim_words: int) -> int:
+    """What the optimizer makes in the first step of a window, before it goes to its place."""
+    if not placed.rests("optim", "nvme"):
+        return 0
+    numels = (placed.part_numel(f, placed.rungs.optim) for f in trained_flats(placed.unit))
+    return max((min(window_numel, n) for n in numels), default=0) * optim_words * 4
 
 
 def _window(placed: _Placed, window_numel: int, optim_words: int) -> int:

@@ -9,7 +9,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.plan.validate import violations
 
-SHORT = Setting(model="gpt-tiny", steps=30, seq=64, global_batch=4, lr=3e-3, eval_batches=4)
+SHORT = Setting(model="gpt-tiny", steps=20, seq=64, global_batch=4, lr=3e-3, eval_batches=4)
 
 
 def test_every_technique_is_a_legal_plan():
@@ -24,7 +24,7 @@ def test_few_bits_learn_alike(tmp_path):
     outcomes = list(run(names, [0], SHORT, results))
     assert read(results) == outcomes
     rows = {row.technique: row for row in summarise(outcomes)}
-    assert rows[BASELINE].val_losses[0] < 3.5  # bytes at random cost ln 256 = 5.5
+    assert rows[BASELINE].val_losses[0] < 4.0  # bytes at random cost ln 256 = 5.5
     for name in names[1:]:
         assert rows[name].mean_percent < 2, rows
         assert rows[name].val_losses != rows[BASELINE].val_losses  # it did travel in few bits
@@ -33,7 +33,7 @@ def test_few_bits_learn_alike(tmp_path):
 
 
 def test_an_unknown_technique_is_named():
-    with pytest.raises(UsageError, match="'zeroqq' is no technique; use zero3, zeropp"):
+    with pytest.raises(UsageError, match="'zeroqq' is no technique; use zero3, amsp"):
         list(run(["zeroqq"], [0], SHORT))
 
 

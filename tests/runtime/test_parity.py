@@ -91,7 +91,9 @@ def check_float32(kind: str, levels: str) -> None:
         norms.append({n: p.grad.norm().item() for n, p in reference.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    for plan in legal_plans(Topology.parse(levels)):
+    # All on the grid that has both levels; the others were compared in float64 already.
+    every = 1 if levels == "node=2,world=2" else 4
+    for plan in legal_plans(Topology.parse(levels))[::every]:
         model = make(KINDS[kind], torch.float32)
         optimizer = adamw(model)
         sw.shard(model, optimizer, plan=_small_units(plan), levels=levels)

@@ -127,7 +127,6 @@ def check_combined(path: str) -> None:
     """Wires, master weights of another dtype, differences: the bits of the same plan in memory."""
     plans = {
         "zeropp": sw.presets.zeropp(),
-        "lean": sw.presets.lean(),
         "mixed zero3 keep=node": sw.presets.zero3(keep="node", precision=MIXED),
         "mixed amsp": sw.presets.amsp(precision=MIXED),
         "mixed lean": sw.presets.lean(precision=MIXED),
