@@ -1,7 +1,8 @@
 """The memory wall: the largest model that trains under a limit that the kernel enforces.
 
-    python benchmarks/wall.py --disk /a/folder/on/a/disk     # 1.36B, two ranks of 2 GiB
+    python benchmarks/wall.py --disk /a/folder/on/a/disk  # 1.36B, two ranks of 2 GiB
     python benchmarks/wall.py --disk DIR --ranks 1
+    python benchmarks/wall.py --disk DIR --budget "1.2 GiB"     # buffers give way earlier
     python benchmarks/wall.py --contender fsdp2 --layers 12 --width 864   # peers, at their sizes
     python benchmarks/wall.py --contender deepspeed --python PYTHON --disk DIR ...
 
@@ -20,11 +21,12 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LEARNING_RATE = 2e-5
+LEARNING_RATE = 2e-6
 
 
 def main() -> None:
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--disk", default="", help="a folder on a disk, for states")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", default="2 GiB", help="for each rank")
+    parser.add_argument("--budget", default="", help="tiers.device_bytes of the plan")
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--seq", type=int, default=128)
@@ -199,6 +202,7 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
 
     import shardwise as sw
     from shardwise.api import runtime_of
+    from shardwise.core.sizes import parse_bytes
     from shardwise.core.topology import Topology
     from shardwise.model.activations import saved_bytes
     from shardwise.model.inspect import describe
@@ -206,6 +210,9 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     from shardwise.plan.memory import memory
 
     plan = load_plan(job["plan"]) if job["plan"] else sw.presets.infinity(job["disk"])
+    if job["budget"]:
+        budget = parse_bytes(job["budget"])
+        plan = replace(plan, tiers=replace(plan.tiers, device_bytes=budget))
     with sw.deferred_init():
         model = kind(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

@@ -70,12 +70,18 @@ class Memory:
     optimizer states for the holes that malloc leaves between them. Rules of thumb, within 5 % of
     the measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024."""
 
+    budget: int | None = None
+    """What states and buffers of the device may have together: idle buffers go before they would
+    have more."""
+
     @property
     def total(self) -> int:
         """The sum of all terms: an upper bound of what is held at once."""
         states = self.params + self.grads + self.optim
-        buffers = self.kept + self.gathered + self.grad_buffers + self.staging + self.wires
-        return states + buffers + self.activations + self.allowance
+        held = states + self.kept + self.gathered + self.grad_buffers + self.staging
+        if self.budget is not None:
+            held = min(held, self.budget)
+        return held + self.wires + self.activations + self.allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,7 @@ def memory(
         + _reductions(placed, accumulates)
         + sum(_residuals(unit) for unit in placed),
         activations=activations,
+        budget=plan.tiers.device_bytes,
         allowance=_largest_gradient(placed) + activations // 4 + optim // 8,
     )
 
