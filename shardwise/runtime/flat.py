@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.comm.link import accumulate
 from shardwise.core.layout import FlatSpec, Slot
-from shardwise.core.ticket import Ticket
+from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.wire import Format
 from shardwise.plan.plan import Plan, Rungs, has_master
@@ -116,9 +116,8 @@ class Flat:
         """What a stored reduced gradient still has to be multiplied by; see ``scale_grads``."""
         self.grad_norms: dict[ParamSlot, torch.Tensor] = {}
         """Of a stored reduced gradient: norms of its parameters, taken when it was in memory."""
-        self._loan: Loan | None = None
-        """The reduced gradient during a reduction, and its ``_sums`` where hops can add to it."""
-        self._sums: torch.Tensor | None = None
+        self.closing: Ticket = DONE
+        """Of the last reduction's sums that are still to go to their tier."""
         self.holds = False
         """Whether ``held`` has anything since it was last dropped or reduced on."""
         self.reduced_valid = False
@@ -313,14 +312,13 @@ class Flat:
                 accumulate(own, held, scale=1.0, add=add)
         self.holds = True
 
-    def begin_sums(self, *, add: bool) -> None:
-        """Before a reduction: what it adds to begins to come from its tier."""
-        reduced = self.make_reduced()
-        if not self._sums_in_windows:
-            self._loan = reduced.lend(0, self.optim_at.numel, reads=add)
+    def open_sums(self, *, add: bool) -> "Sums":
+        """The reduced gradient for a reduction; ``add``: with what it holds."""
+        self.closing.wait()
         if not add:
             self.grad_factor = 1.0
         self.grad_norms = {}
+        return Sums(self, add)
 
     @property
     def _sums_in_windows(self) -> bool:
@@ -328,39 +326,14 @@ class Flat:
         them as a whole."""
         return self.rungs.bottom == 0 and not self.grads_are_resident
 
-    def _open_sums(self) -> torch.Tensor:
-        if self._sums is None:
-            assert self._loan is not None
-            rested = self._loan.wait()
-            if self.grad_factor != 1.0:
-                rested.mul_(self.grad_factor)
-                self.grad_factor = 1.0
-            self._sums = rested.to(self._device, non_blocking=True)
-        return self._sums
-
-    def end_sums(self) -> None:
-        """After a reduction: its sums begin to go to their tier."""
-        if self._sums_in_windows:
-            return
-        loan, sums = self._loan, self._sums
-        assert loan is not None
-        assert sums is not None
-        assert self.reduced is not None
-        self._loan = self._sums = None
-        if not self.reduced.is_resident:
-            self._note_norms(sums, self.optim_at)
-        if sums is not loan.tensor:
-            loan.tensor.copy_(sums)
-        loan.give_back(changed=True)
-
     def reduce(
         self,
         grad: torch.Tensor,
         legs: Sequence[Leg],
         carrier: Carrier,
+        sums: "Sums",
         *,
         scale: float,
-        add: bool,
         outer: Outer | None = None,
     ) -> None:
         """Reduces to the bottom, into this rank's bottom part of ``reduced``.
@@ -378,28 +351,28 @@ class Flat:
             with self.held.use() as held:
                 grad = grad[self.interval(top).relative_to(0)].copy_(held)
         if self._sums_in_windows:
-            self._sum_in_windows(grad, scale=scale, add=add)
+            self._sum_in_windows(grad, scale=scale, add=sums.add)
             return
         bottom = self.interval(self.rungs.bottom)
-        out = self._open_sums()[bottom.relative_to(self.optim_at.start)]
+        out = sums.tensor[bottom.relative_to(self.optim_at.start)]
         if not legs:
             grad = grad[bottom.relative_to(self.interval(top).start)]
-        carrier.descend(self, grad, top, legs, out, scale=scale, add=add, outer=outer)
+        carrier.descend(self, grad, top, legs, out, scale=scale, add=sums.add, outer=outer)
 
     def _sum_in_windows(self, grad: torch.Tensor, *, scale: float, add: bool) -> None:
-        assert self.reduced is not None
+        reduced = self.make_reduced()
         for start in range(0, self.spec.numel, self._window_numel):
             place = Interval(start, min(start + self._window_numel, self.spec.numel))
-            loan = self.reduced.lend(place.start, place.stop, reads=add)
+            loan = reduced.lend(place.start, place.stop, reads=add)
             sums = loan.wait()
             if add and self.grad_factor != 1.0:
                 sums.mul_(self.grad_factor)
             accumulate(grad[place.relative_to(0)].to(sums.device), sums, scale=scale, add=add)
-            self._note_norms(sums, place)
+            self.note_norms(sums, place)
             loan.give_back(changed=True)
         self.grad_factor = 1.0
 
-    def _note_norms(self, sums: torch.Tensor, place: Interval) -> None:
+    def note_norms(self, sums: torch.Tensor, place: Interval) -> None:
         """Norms while gradients are in memory, so that clipping need not read them again."""
         parts = {slot: slot.of(sums, place) for slot in self.slots}
         found = {slot: part for slot, part in parts.items() if part is not None}
@@ -408,11 +381,10 @@ class Flat:
             before = self.grad_norms.get(slot)
             self.grad_norms[slot] = norm if before is None else torch.hypot(before, norm)
 
-    def spread(self, legs: Sequence[Leg], carrier: Carrier) -> None:
+    def spread(self, legs: Sequence[Leg], carrier: Carrier, sums: "Sums") -> None:
         """Replicas of OS's part collect the sums that others made."""
         if legs:
-            sums = self._open_sums()
-            carrier.climb(self, sums, self.optim_at.start, legs, self.dtypes.reduce)
+            carrier.climb(self, sums.tensor, self.optim_at.start, legs, self.dtypes.reduce)
 
     @contextmanager
     def open_grads(self, *, writes: bool = False) -> Iterator["OpenGrads"]:
@@ -453,6 +425,33 @@ class Flat:
             numel = (hop.size - 1) * self.granule
             self.lost = zeros(numel, torch.float32, self._device).view(-1, self.granule)
         return self.lost
+
+
+class Sums:
+    """A flat's reduced gradient in memory, on the device, while a reduction adds to it."""
+
+    def __init__(self, flat: Flat, add: bool) -> None:
+        self.flat, self.add = flat, add
+        self._loan: Loan | None = None
+        if flat._sums_in_windows:
+            return  # each window is opened for itself
+        self._loan = flat.make_reduced().lend(0, flat.optim_at.numel, reads=add)
+        rested = self._loan.wait()
+        if flat.grad_factor != 1.0:
+            rested.mul_(flat.grad_factor)
+            flat.grad_factor = 1.0
+        self.tensor = rested.to(flat._device, non_blocking=True)
+
+    def close(self) -> None:
+        """They begin to go to their tier."""
+        flat, loan = self.flat, self._loan
+        if loan is None:
+            return
+        if not flat.grads_are_resident:
+            flat.note_norms(self.tensor, flat.optim_at)
+        if self.tensor is not loan.tensor:
+            loan.tensor.copy_(self.tensor)
+        loan.give_back(changed=True)
 
 
 @dataclass(frozen=True)

@@ -272,19 +272,22 @@ class Unit:
         up_legs = [self._legs("reduce", Kind.SPREAD, i, up) for i in range(len(flats))]
         later: list[Ticket] = []
 
-        for flat, add in zip(flats, adds, strict=True) if synchronises else ():
+        for flat in flats if synchronises else ():
             flat.reduced_valid = True
-            flat.begin_sums(add=add)
 
         def reduce_one(i: int, flat: Flat, grad: FullGrad) -> None:
             legs = down_legs[i]
             if synchronises:
-                flat.reduce(grad.tensor, legs, carrier, scale=scale, add=adds[i], outer=outer)
-                flat.spread(up_legs[i], carrier)
-                if not outer:
+                sums = flat.open_sums(add=adds[i])
+                flat.reduce(grad.tensor, legs, carrier, sums, scale=scale, outer=outer)
+                flat.spread(up_legs[i], carrier, sums)
+                if outer:
+                    flat.closing = outer.afterwards(sums.close)
+                    later.append(flat.closing)
+                else:
                     if not flat.grads_are_resident:
                         finish(up_legs[i])  # others read this memory, which goes now
-                    flat.end_sums()
+                    sums.close()
             else:
                 flat.hold(grad.tensor, legs, carrier)
             finish(legs[:last])
@@ -294,8 +297,8 @@ class Unit:
             for i, (flat, grad) in enumerate(zip(flats, grads, strict=True)):
                 with span("reduce", f"reduce {self.name}"):
                     reduce_one(i, flat, grad)
-                if outer and synchronises:
-                    later.append(outer.afterwards(flat.end_sums))
+            if outer is not None:
+                later.append(outer.last)
 
         return Chained(self._grid.reduces.submit(work), later)
 
