@@ -61,6 +61,8 @@ def load_model(runtime: Runtime, path: Path, *, strict: bool) -> Loaded:
     for file, pairs in _by_file(match.pairs).items():
         # Ranks meet after each file: none waits for all that a slower one has to read.
         together(control, f"loading of '{file}'", lambda f=file, p=pairs: _write(runtime, f, p))
+    runtime.homes.settle()
+    runtime.homes.trim()  # the buffers of single parameters, which only loading needed
     return match.loaded
 
 

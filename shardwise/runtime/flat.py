@@ -196,9 +196,17 @@ class Flat:
             yield write
 
     def write(self, slot: Slot, value: torch.Tensor) -> None:
-        """Takes this rank's elements of one parameter's full value."""
-        with self.writing() as write:
-            write(slot, value)
+        """Takes this rank's elements of one parameter's full value; nothing else is read."""
+        targets = [(self.part, self.part_at)]
+        if self.master is not None and self.has_master:
+            targets.append((self.master, self.optim_at))
+        for rest, place in targets:
+            common = slot.interval.intersect(place)
+            if common.numel:
+                at = common.relative_to(place.start)
+                loan = rest.lend(at.start, at.stop, reads=False)
+                loan.wait().copy_(value.reshape(-1)[common.relative_to(slot.interval.start)])
+                loan.give_back(changed=True)
 
     def prefetch(self) -> None:
         """Begins to bring the part from its tier: into the full buffer where that is all of it.

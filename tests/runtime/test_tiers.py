@@ -446,3 +446,20 @@ def test_a_trace_shows_reads_beside_compute(tmp_path):
         "update blocks.0",
     ):
         assert what in text, what
+
+
+def test_export_and_loading_stream_from_and_to_the_disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    model, optimizer = sharded(tmp_path / "disk")
+    one_step(model, optimizer, 0)
+    sw.export(model, tmp_path / "exported")
+    other, other_optimizer = sharded(tmp_path / "disk")
+    sw.load_pretrained(other, tmp_path / "exported")
+    assert largest_difference(sw.state_dict(other), sw.state_dict(model)) == 0
+    # The optimizer goes on from what was loaded.
+    one_step(other, other_optimizer, 1)
+    plain = make(TinyGPT)
+    plain.load_state_dict(sw.state_dict(model))
+    plain_optimizer = adamw(plain)
+    one_step(plain, plain_optimizer, 1)
+    assert largest_difference(sw.state_dict(other), plain.state_dict()) <= 1e-12
