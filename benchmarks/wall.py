@@ -163,6 +163,7 @@ def work(job: dict[str, Any]) -> None:
         gc.collect()
     base = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    torch.manual_seed(0)  # so that plans can be compared
     step, predicted = BUILDERS[job["contender"]](job, GPT, config)
     for number in range(1, job["steps"] + 1):
         begin = time.perf_counter()

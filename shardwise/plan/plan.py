@@ -76,6 +76,7 @@ class Tiers:
     device_bytes: int | None = None
     """Budgets: a rank that would hold more raises an error. None: as much as there is."""
     cpu_bytes: int | None = None
+    """Of host memory beside an accelerator's; without one ``device_bytes`` is for all memory."""
     nvme_bytes: int | None = None
     window_numel: int = 1 << 22
     """Elements of a slice of optimizer states that is updated at once while the next one is read

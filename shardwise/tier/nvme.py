@@ -84,12 +84,6 @@ class NvmeStore:
         )
         _live.add(self)
 
-    def preallocate(self, nbytes: int) -> None:
-        """Makes the file at least this large; raises a TierError where the disk has no room."""
-        self._check_open()
-        with self._lock:
-            self._grow(round_up(nbytes, self._blocks.unit) - self._file_bytes)
-
     def reserve(self, nbytes: int, label: str) -> Record:
         """Room for a tensor; raises a TierError where there is none."""
         self._check_open()

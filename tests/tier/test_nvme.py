@@ -493,15 +493,13 @@ class Statvfs:
 
 def test_too_little_space_is_one_sentence_before_anything_is_written(store, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: Statvfs)
-    for ask in (lambda: store.preallocate(1 << 20), lambda: store.reserve(1 << 20, "r")):
-        with pytest.raises(TierError) as caught:
-            ask()
-        message = str(caught.value)
-        assert message == (
-            f"The nvme tier of rank 0 needs 1048576 more bytes in {store.path}, where 12288 are "
-            "free; make room there, or set tiers.path to a larger disk."
-        )
-        assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(TierError) as caught:
+        store.reserve(1 << 20, "r")
+    assert str(caught.value) == (
+        f"The nvme tier of rank 0 needs 1048576 more bytes in {store.path}, where 12288 are "
+        "free; make room there, or set tiers.path to a larger disk."
+    )
+    assert caught.value.errno == errno.ENOSPC
     assert os.fstat(store._file).st_size == os.fstat(store._file).st_blocks == 0
     assert store.held_bytes == 0
     assert store.reserve(3 * PAGE_BYTES, "what fits").offset == 0
@@ -520,11 +518,9 @@ def test_a_disk_that_fills_up_between_is_the_same_error(store, monkeypatch):
     assert os.fstat(store._file).st_size == 0
 
 
-def test_preallocated_room_is_taken_at_once_and_used(store, monkeypatch):
-    store.preallocate(1 << 20)
+def test_reserved_room_is_taken_on_the_disk_at_once(store):
+    store.reserve(1 << 20, "r")
     assert os.fstat(store._file).st_blocks * 512 >= 1 << 20
-    monkeypatch.setattr(os, "posix_fallocate", fail_with(errno.ENOSPC))
-    assert store.reserve(1 << 20, "r").offset == 0
 
 
 def test_file_grows_in_steps_and_within_the_budget(tmp_path):
