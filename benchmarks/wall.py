@@ -206,7 +206,7 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     from shardwise.core.sizes import parse_bytes
     from shardwise.core.topology import Topology
     from shardwise.model.activations import saved_bytes
-    from shardwise.model.inspect import describe
+    from shardwise.model.units import describe
     from shardwise.plan.file import load_plan
     from shardwise.plan.memory import memory
 
@@ -219,7 +219,7 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     topology = Topology.parse(f"node={job['ranks']}")
     saved = saved_bytes(lambda: kind(config), lambda model: model(*_rows(job)), plan)
-    spec = describe(model, plan, topology.world)
+    spec = describe(model, plan, topology)
     kept = saved.held(plan.without_accelerator().activations)
     predicted = memory(plan, spec, topology, activations=kept).total
     sw.shard(model, optimizer, plan=plan)

@@ -16,15 +16,14 @@ from shardwise.checkpoint.export import DEFAULT_SHARD_BYTES, Options, export_mod
 from shardwise.checkpoint.pretrained import Loaded, load_model
 from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
 from shardwise.core.errors import UsageError
-from shardwise.core.layout import ModelSpec
 from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
 from shardwise.core.trace import Trace, recording
-from shardwise.model.inspect import find_members, spec_of
+from shardwise.model.units import find_units, spec_of
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import check
-from shardwise.runtime import access, activations, build, hooks
+from shardwise.runtime import access, activations, build, hooks, tiles
 from shardwise.runtime.optim import OptimizerTakeover, check_elementwise, watch
 from shardwise.runtime.runtime import Runtime
 
@@ -99,12 +98,13 @@ def shard(
     if device.type == "cpu":
         chosen = chosen.without_accelerator()
     place = find_place(levels, device)
-    members = find_members(model, chosen)
-    spec = ModelSpec(tuple(spec_of(unit, place.world) for unit in members))
+    members = find_units(model, chosen, place.topology)
+    spec = spec_of(members, place.world)
     check(chosen, place.topology, spec)
     grid = Grid.build(place, device, timeout_s)
     runtime = build.build_runtime(model, chosen, grid, members, spec)
     hooks.install(runtime)
+    tiles.install(runtime)
     disk = runtime.homes.disk
     activations.install(runtime, disk and disk.store, disk and disk.pool)
     if optimizer is not None:

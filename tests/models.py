@@ -46,6 +46,22 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x)) * self.temperature
 
 
+class UntiedGPT(nn.Module):
+    """A projection of its own, with a bias, and an embedding with padding."""
+
+    def __init__(self, vocab: int = 37, dim: int = 24, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim, padding_idx=3)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class SharedLayers(nn.Module):
     """Layers that are called several times in one forward, in different orders."""
 

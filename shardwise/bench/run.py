@@ -194,7 +194,7 @@ def predict(plan_name: str, setting: Setting) -> int:
     import torch
 
     from shardwise.bench.contenders import plan_of
-    from shardwise.model.inspect import describe
+    from shardwise.model.units import describe
     from shardwise.plan.traffic import step_traffic
     from shardwise.plan.validate import check
     from shardwise.train.config import ModelConfig
@@ -205,7 +205,7 @@ def predict(plan_name: str, setting: Setting) -> int:
     check(plan, topology)
     with torch.device("meta"):
         module = build_model(ModelConfig(name=setting.model))
-    spec = describe(module, plan, topology.world)
+    spec = describe(module, plan, topology)
     leaving = step_traffic(plan, spec, topology).leaving(topology)
     return next(item.sent_bytes for item in leaving if item.level == topology.levels[0].name)
 

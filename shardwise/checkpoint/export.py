@@ -75,8 +75,8 @@ def _infos(tensors: list[Named], options: Options) -> list[TensorInfo]:
     found = []
     for tensor in tensors:
         dtype = tensor.tensor.dtype
-        if tensor.slot is not None:
-            dtype = value_dtype(tensor.slot, master=options.master)
+        if tensor.slots:
+            dtype = value_dtype(tensor.slots[0], master=options.master)
         if options.dtype is not None and dtype.is_floating_point:
             dtype = options.dtype
         if dtype not in _NAMES_OF_DTYPES:
@@ -114,13 +114,17 @@ class _Writer:
         self._tensors = tensors
         self._shards = {shard_name(i, len(shards)): shard for i, shard in enumerate(shards)}
         self._infos = {info.name: info for shard in shards for info in shard}
-        self._first_names = {t.slot: t.name for t in tensors if t.slot is not None}
+        self._first_names = {slot: t.name for t in tensors for slot in t.slots}
         self._places: dict[str, tuple[Path, int]] = {}
 
     @property
     def param_dtypes(self) -> list[torch.dtype]:
         """The dtypes that parameters have in the files, in the model's order."""
-        return [DTYPES[self._infos[name].dtype] for name in self._first_names.values()]
+        return [DTYPES[self._infos[name].dtype] for name in self._param_names]
+
+    @property
+    def _param_names(self) -> list[str]:
+        return [tensor.name for tensor in self._tensors if tensor.slots]
 
     def open(self) -> None:
         """Begins the folder: headers, buffers, and the index."""
@@ -135,11 +139,11 @@ class _Writer:
             self._begin_file(self.staging.path / file, layout)
         if len(self._shards) > 1:
             self._write_index()
-        self._put({t.name: t.tensor.detach() for t in self._tensors if t.slot is None})
+        self._put([(t.name, 0, t.tensor.detach()) for t in self._tensors if not t.slots])
 
     def put(self, batch: Batch) -> None:
         """Writes the parameters of a unit to their places."""
-        self._put({self._first_names[slot]: value for slot, value in batch.values})
+        self._put([(self._first_names[slot], slot.start, value) for slot, value in batch.values])
 
     def _begin_file(self, path: Path, layout: Layout) -> None:
         for name, offset in layout.offsets.items():
@@ -151,7 +155,7 @@ class _Writer:
     def _write_index(self) -> None:
         index = {
             "metadata": {
-                "total_parameters": sum(self._infos[n].numel for n in self._first_names.values()),
+                "total_parameters": sum(self._infos[n].numel for n in self._param_names),
                 "total_size": sum(info.num_bytes for info in self._infos.values()),
             },
             "weight_map": {
@@ -161,23 +165,24 @@ class _Writer:
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self.staging.path / INDEX_FILE).write_text(text, encoding="utf-8")
 
-    def _put(self, values: dict[str, torch.Tensor]) -> None:
-        """Writes tensors and waits for the disk.
+    def _put(self, values: list[tuple[str, int, torch.Tensor]]) -> None:
+        """Writes tensors, each from one of its elements on, and waits for the disk.
 
         Else all of it would be waited for at the end, perhaps for longer than other ranks do.
         """
-        by_file: dict[Path, list[str]] = {}
-        for name in values:
-            by_file.setdefault(self._places[name][0], []).append(name)
-        for path, names in by_file.items():
+        by_file: dict[Path, list[tuple[str, int, torch.Tensor]]] = {}
+        for item in values:
+            by_file.setdefault(self._places[item[0]][0], []).append(item)
+        for path, items in by_file.items():
             with path.open("r+b", buffering=0) as file:
-                for name in names:
-                    self._write(file.fileno(), name, values[name])
+                for item in items:
+                    self._write(file.fileno(), *item)
                 os.fsync(file.fileno())
 
-    def _write(self, descriptor: int, name: str, value: torch.Tensor) -> None:
+    def _write(self, descriptor: int, name: str, start: int, value: torch.Tensor) -> None:
         (path, offset), info = self._places[name], self._infos[name]
-        assert value.numel() == info.numel, name
+        assert start + value.numel() <= info.numel, name
+        offset += start * DTYPES[info.dtype].itemsize
         for piece in value.reshape(-1).split(_PIECE_NUMEL):
             converted = piece.to(device="cpu", dtype=DTYPES[info.dtype]).contiguous()
             data = memoryview(converted.view(torch.uint8).numpy())

@@ -17,6 +17,7 @@ from shardwise.checkpoint.folder import Source, Stored, read_source
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.values import DTYPES, Named, named_tensors
 from shardwise.core.errors import SyncError, UsageError
+from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.runtime import Runtime
 
 _ROWS_BYTES = 1 << 24
@@ -169,12 +170,25 @@ def _write(runtime: Runtime, file: Path, pairs: list[tuple[Named, str]]) -> None
     """Takes what the model needs of a file, one tensor in memory at a time."""
     with torch.no_grad(), _reader(file) as opened:
         for tensor, name in pairs:
-            value = opened.get_tensor(name)
-            if tensor.slot is not None:
-                runtime.write(tensor.slot, value)
-            else:
-                tensor.tensor.copy_(value)
-            del value  # before the next one is read
+            for target, value in _values(opened, tensor, name):
+                if target is None:
+                    tensor.tensor.copy_(value)
+                else:
+                    runtime.write(target, value)
+                del value  # before the next one is read
+
+
+def _values(
+    opened: Any, tensor: Named, name: str
+) -> Iterator[tuple[ParamSlot | None, torch.Tensor]]:
+    """A stored tensor, whole or as the rows of tiles, with where each goes."""
+    if len(tensor.slots) < 2:
+        yield next(iter(tensor.slots), None), opened.get_tensor(name)
+        return
+    rows, width = opened.get_slice(name), tensor.shape[1]
+    for slot in tensor.slots:
+        first = slot.start // width
+        yield slot, rows[first : first + slot.spec.param.shape[0]]
 
 
 def _reader(file: Path) -> Any:

@@ -39,8 +39,8 @@ class Named:
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    slot: ParamSlot | None
-    """None for buffers, which every rank has in full."""
+    slots: list[ParamSlot]
+    """Where it is: several if it is computed in tiles; none for buffers, which all ranks have."""
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class Named:
 def named_tensors(runtime: Runtime) -> list[Named]:
     """What the model's state_dict would name, each tensor once."""
     model = runtime.model
-    slots = {id(slot.parameter): slot for slot in runtime.slots}
+    slots = {id(face.parameter): face.slots for face in runtime.faces}
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -63,7 +63,7 @@ def named_tensors(runtime: Runtime) -> list[Named]:
     for name, buffer in _persistent_buffers(model):
         names.setdefault(id(buffer), []).append(name)
         tensors[id(buffer)] = buffer
-    return [Named(tuple(names[key]), tensors[key], slots.get(key)) for key in tensors]
+    return [Named(tuple(names[key]), tensors[key], slots.get(key, [])) for key in tensors]
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,7 +81,7 @@ def value_dtype(slot: ParamSlot, *, master: bool) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Batch:
-    """The parameters of a unit with their full values, which stand until the next batch."""
+    """The slots of a unit with their full values, which stand until the next batch."""
 
     unit: str
     values: list[tuple[ParamSlot, torch.Tensor]]
@@ -96,9 +96,8 @@ def stream(runtime: Runtime, *, master: bool) -> Iterator[Batch]:
     keeps = runtime.grid.place.rank == 0
     for unit in runtime.units:
         if master and any(_has_master(flat) for flat in unit.flats):
-            values: dict[nn.Parameter, torch.Tensor] = {}
-            access._collect_master(runtime, unit, values, keeps)
-            yield Batch(unit.name, [(s, values[s.parameter]) for s in unit.slots if keeps])
+            values = access._collect_master(runtime, unit, keeps)
+            yield Batch(unit.name, list(values.items()))
             values.clear()
         elif unit.slots:
             with access._gathered(runtime, unit):

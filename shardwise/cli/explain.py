@@ -74,7 +74,7 @@ def explain(
     explanation = Explanation(
         plan=chosen,
         topology=topology,
-        model=_describe(model, chosen, topology.world),
+        model=_describe(model, chosen, topology),
         accumulate=accumulate,
         phase=phase or (Phase.ONLY if accumulate == 1 else Phase.LAST),
         activations=_activations(model, chosen, micro_batch, seq),
@@ -222,17 +222,17 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _describe(name: str, plan: Plan, world: int) -> ModelSpec:
+def _describe(name: str, plan: Plan, topology: Topology) -> ModelSpec:
     """The named model's spec; built on the meta device, so that its size costs nothing."""
     import torch
 
-    from shardwise.model.inspect import describe
+    from shardwise.model.units import describe
     from shardwise.train.config import ModelConfig
     from shardwise.train.models import build_model
 
     with torch.device("meta"):
         module = build_model(ModelConfig(name=name))
-    return describe(module, plan, world)
+    return describe(module, plan, topology)
 
 
 def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:

@@ -62,6 +62,8 @@ class UnitSpec:
 
     name: str
     flats: tuple[FlatSpec, ...]
+    inside: bool = False
+    """Whether another unit's forward computes with it: a tile of a layer in a block."""
 
     @property
     def numel(self) -> int:
@@ -91,7 +93,7 @@ def padded(numel: int, world: int) -> int:
     return max(1, -(-numel // quantum)) * quantum
 
 
-def lay_out(name: str, params: list[ParamSpec], world: int) -> UnitSpec:
+def lay_out(name: str, params: list[ParamSpec], world: int, *, inside: bool = False) -> UnitSpec:
     """Lays a unit's parameters into flats, one for each (dtype, requires_grad) that occurs."""
     kinds: dict[tuple[str, bool], list[ParamSpec]] = {}
     for param in params:
@@ -103,7 +105,7 @@ def lay_out(name: str, params: list[ParamSpec], world: int) -> UnitSpec:
             slots.append(Slot(param, Interval(offset, offset + param.numel)))
             offset += param.numel
         flats.append(FlatSpec(tuple(slots), padded(offset, world)))
-    return UnitSpec(name, tuple(flats))
+    return UnitSpec(name, tuple(flats), inside)
 
 
 DTYPE_BYTES = {

@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwise.core.errors import PlanError
-from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwise.model.tiling import Whole
 
 ROOT = "root"
 """Name of the unit that has everything that no other unit has."""
@@ -24,6 +27,10 @@ class Members:
     name: str
     module: nn.Module
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    whole: "Whole | None" = None
+    """Of a tile: what it was cut from."""
+    inside: bool = False
+    """Of a tile: whether its layer is in a unit other than the root."""
 
 
 def find_members(model: nn.Module, plan: Plan) -> list[Members]:
@@ -45,19 +52,6 @@ def find_members(model: nn.Module, plan: Plan) -> list[Members]:
         members[owner].params[names[parameter]] = parameter
     root, *others = members.values()
     return [root, *(unit for unit in others if unit.params)]
-
-
-def describe(model: nn.Module, plan: Plan, world: int) -> ModelSpec:
-    """The model as planner and schedule see it; works on the meta device."""
-    return ModelSpec(tuple(spec_of(unit, world) for unit in find_members(model, plan)))
-
-
-def spec_of(unit: Members, world: int):  # type: ignore[no-untyped-def]
-    params = [
-        ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
-        for name, p in unit.params.items()
-    ]
-    return lay_out(unit.name, params, world)
 
 
 def _walk(model: nn.Module, members: dict[int, Members]) -> Iterator[tuple[str, nn.Parameter, int]]:

@@ -57,6 +57,13 @@ class TiersTable(_Table):
     checksum: bool | None = None
 
 
+class TilingTable(_Table):
+    """``[tiling]``."""
+
+    numel: int | None = None
+    loss: bool | None = None
+
+
 class OverrideTable(_Table):
     """``[[overrides]]``."""
 
@@ -81,6 +88,7 @@ class PlanTable(_Table):
     precision: PrecisionTable | None = None
     prefetch: int | None = None
     tiers: TiersTable | None = None
+    tiling: TilingTable | None = None
     units: list[str] | None = None
     min_unit_numel: int | None = None
     overrides: list[OverrideTable] | None = None
@@ -91,6 +99,7 @@ TABLES: dict[str, type[_Table]] = {
     **dict.fromkeys(STATES, StateTable),
     "precision": PrecisionTable,
     "tiers": TiersTable,
+    "tiling": TilingTable,
     "overrides": OverrideTable,
 }
 """The tables by the key that opens them."""
@@ -214,6 +223,8 @@ def _apply(table: PlanTable, base: Plan) -> Plan:
         changes["precision"] = replace(base.precision, **chosen)
     if table.tiers is not None:
         changes["tiers"] = replace(base.tiers, **_tiers(table.tiers))
+    if table.tiling is not None:
+        changes["tiling"] = replace(base.tiling, **table.tiling.model_dump(exclude_none=True))
     if table.units is not None:
         changes["units"] = tuple(table.units)
     plan = replace(base, **changes)

@@ -13,6 +13,7 @@ keep      the rung of P that survives between forward and backward
 master    the copy of the parameters that the optimizer updates, when its dtype differs
 wire      the format in which a state travels on a hop (core/wire.py); raw unless the plan says so
 tier      where a state rests between uses: the device, host memory (cpu), or a disk (nvme)
+tile      some rows of a matrix that is too large to be gathered at once: a unit of its own
 """
 
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,18 @@ class Tiers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Layers that are computed in tiles, each gathered, reduced and updated for itself."""
+
+    numel: int = 0
+    """Linear layers and embeddings with more elements are cut into tiles of at most this many;
+    0: none. Only where their parameters travel: what rests in full gains nothing."""
+    loss: bool = True
+    """Whether the cross entropy of a tiled projection is computed tile by tile as well, so that
+    its logits never exist as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """Other spreads for the units whose name matches ``unit`` (``*`` and ``?`` as in a shell)."""
 
@@ -115,6 +128,7 @@ class Plan:
     prefetch: int = 1
     """How many units ahead of their use are gathered; from a tier they come one unit earlier."""
     tiers: Tiers = field(default_factory=Tiers)
+    tiling: Tiling = field(default_factory=Tiling)
     units: tuple[str, ...] = ()
     """Patterns of module names that are units; empty: found automatically."""
     min_unit_numel: int = 100_000
@@ -123,10 +137,10 @@ class Plan:
     """Later overrides win over earlier ones."""
 
     def for_unit(self, unit: str) -> "Plan":
-        """This plan with the overrides that match a unit applied."""
+        """This plan with the overrides that match a unit applied; a tile's are its unit's."""
         plan = self
         for override in self.overrides:
-            if fnmatchcase(unit, override.unit):
+            if fnmatchcase(untiled(unit), override.unit):
                 plan = replace(
                     plan,
                     params=override.params or plan.params,
@@ -238,6 +252,24 @@ def resolve(plan: Plan, topology: Topology, unit: str) -> Rungs:
     return Rungs(
         ladder, ladder.rung(params), ladder.rung(grads), ladder.rung(optim), ladder.rung(keep)
     )
+
+
+def tile_name(unit: str, param: str, start: int, stop: int) -> str:
+    """The unit of some rows of a parameter that is named as in its own unit.
+
+    >>> tile_name("blocks.0", "blocks.0.up.weight", 0, 512)
+    'blocks.0/up.weight[0:512]'
+    """
+    return f"{unit}/{param.removeprefix(unit + '.')}[{start}:{stop}]"
+
+
+def untiled(unit: str) -> str:
+    """The unit that a tile was cut from; any other unit is its own.
+
+    >>> untiled("blocks.0/up.weight[0:512]"), untiled("root")
+    ('blocks.0', 'root')
+    """
+    return unit.partition("/")[0]
 
 
 def _is_float(dtype: str) -> bool:

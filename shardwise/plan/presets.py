@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwise.plan.plan import Plan, Precision, StatePlan, Tiers
+from shardwise.plan.plan import Plan, Precision, StatePlan, Tiers, Tiling
 
 __all__ = [
     "PRESETS",
@@ -105,7 +105,10 @@ def lean(*, precision: Precision | None = None) -> Plan:
 
 
 def infinity(path: str = "", *, precision: Precision | None = None) -> Plan:
-    """ZeRO-Infinity: zero3 with every state on the disk at ``path``; activations are recomputed."""
+    """ZeRO-Infinity: zero3 with every state on the disk at ``path``.
+
+    Activations are recomputed, and layers of more than 67 million elements computed in tiles.
+    """
     plan = zero3(precision=precision)
     return replace(
         plan,
@@ -115,6 +118,7 @@ def infinity(path: str = "", *, precision: Precision | None = None) -> Plan:
         optim=replace(plan.optim, tier="nvme"),
         activations="recompute",
         tiers=Tiers(path=path),
+        tiling=Tiling(numel=1 << 26),
     )
 
 

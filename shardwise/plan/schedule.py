@@ -11,7 +11,7 @@ from enum import StrEnum
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.core.wire import BLOCKS, Format, wire_bytes
-from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve
+from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve, untiled
 
 
 class Phase(StrEnum):
@@ -161,6 +161,11 @@ def schedule(
         for name, unit in units.items()
     }
 
+    for name in _recomputed(inner, units, plan):
+        gather = ops[name][Trigger.BEFORE_BACKWARD]
+        if gather:
+            ops[name][Trigger.BEFORE_BACKWARD] = (*gather, Op(Kind.FREE, name), *gather)
+
     def fire(trigger: Trigger, name: str) -> Event:
         return Event(trigger, name, ops[name][trigger])
 
@@ -181,6 +186,22 @@ def schedule(
         )
         events.append(Event(Trigger.STEP, "", steps))
     return tuple(events)
+
+
+def _recomputed(order: Sequence[str], units: dict[str, UnitSpec], plan: Plan) -> Iterator[str]:
+    """Tiles that backward gathers twice: for their block's recomputation, and for themselves.
+
+    The gradient that sets off the recomputation has the last one gathered already, and those before
+    it are used again so soon that one gather serves both uses.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in order if plan.activations != "keep" else ():
+        if units[name].inside:
+            blocks.setdefault(untiled(name), []).append(name)
+    for tiles in blocks.values():
+        for later, name in enumerate(reversed(tiles)):
+            if 2 * later - 1 > max(plan.prefetch, 1):
+                yield name
 
 
 def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:

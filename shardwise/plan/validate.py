@@ -25,6 +25,7 @@ from shardwise.plan.plan import (
     StatePlan,
     format_of,
     resolve,
+    untiled,
 )
 
 WINDOW_GRAIN = 1 << 12
@@ -324,6 +325,8 @@ def _numbers(plan: Plan) -> list[str]:
         found.append(f"prefetch is {plan.prefetch}; use 0 (gather on use) or more units ahead.")
     if plan.min_unit_numel < 0:
         found.append(f"min_unit_numel is {plan.min_unit_numel}; use 0 or more elements.")
+    if plan.tiling.numel < 0:
+        found.append(f"tiling.numel is {plan.tiling.numel}; use 0 (no tiles) or more elements.")
     return found
 
 
@@ -343,7 +346,7 @@ def _patterns(plan: Plan) -> list[str]:
 
 
 def _unmatched(plan: Plan, model: ModelSpec) -> list[str]:
-    names = [unit.name for unit in model.units]
+    names = list(dict.fromkeys(untiled(unit.name) for unit in model.units))
     keys = [("units", pattern) for pattern in plan.units]
     keys += [("The override", override.unit) for override in plan.overrides]
     found = []

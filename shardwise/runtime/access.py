@@ -13,6 +13,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Hop
 from shardwise.runtime import grads
+from shardwise.runtime.face import TiledFace, shown_state
 from shardwise.runtime.flat import Flat, OpenGrads, ParamSlot, torch_dtype
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import State, Unit
@@ -23,11 +24,14 @@ def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[No
     """Gathers the parameters of a module for reading, or for writing by rank 0."""
     runtime.require_idle("full_params")
     inside = set(module.parameters())
-    units = [u for u in runtime.units if any(slot.parameter in inside for slot in u.slots)]
+    units = [u for u in runtime.units if any(slot.face.parameter in inside for slot in u.slots)]
     for unit in units:
-        if unit.travels and unit.state is State.RESTING:
+        if unit.travels and unit.state is State.RESTING and not unit.is_tile:
             unit.gather(exact=True)
         unit.settle()
+    for face in runtime.faces:
+        if isinstance(face, TiledFace) and face.parameter in inside and not face.is_open:
+            _fill(runtime, face)
     runtime.opened += 1
     try:
         yield
@@ -36,8 +40,19 @@ def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[No
         if write:
             _write_back(runtime, units)
         if not runtime.opened:
+            for face in runtime.faces:
+                if isinstance(face, TiledFace):
+                    face.drop()
             runtime.release_all()
             runtime.pools.params.trim()  # a pass needs a few of these buffers, not all
+
+
+def _fill(runtime: Runtime, face: TiledFace) -> None:
+    """Brings a tiled parameter's rows together, one gathered tile after the other."""
+    face.fill()
+    for slot in face.slots:
+        with _gathered(runtime, slot.unit):
+            face.take(slot)
 
 
 def _write_back(runtime: Runtime, units: list[Unit]) -> None:
@@ -46,7 +61,7 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
     with torch.no_grad():
         for unit in units:
             for slot in unit.slots:
-                value = slot.parameter.detach()
+                value = slot.rows_of(slot.face.parameter.detach())
                 if value.device.type == "cpu":
                     value = value.contiguous()
                     runtime.grid.control.broadcast(value)
@@ -55,7 +70,7 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
                 _take(slot, value)
                 if unit.travels:
                     continue
-                slot.parameter.copy_(value)
+                slot.parameter.view(-1).copy_(value)
             unit.bump()
 
 
@@ -87,11 +102,12 @@ def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str,
     values: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
         if master and any(flat.master is not None for flat in unit.flats):
-            _collect_master(runtime, unit, values, keeps)
+            for slot, value in _collect_master(runtime, unit, keeps).items():
+                slot.face.place(values, slot, value)
         else:
             with _gathered(runtime, unit):
                 for slot in unit.slots if keeps else ():
-                    values[slot.parameter] = slot.parameter.detach().cpu().clone()
+                    slot.face.place(values, slot, slot.parameter.detach().cpu())
     if not keeps:
         return {}
     model = runtime.model
@@ -111,13 +127,13 @@ def _gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
     try:
         yield
     finally:
-        if resting and not runtime.opened:
+        if resting and (unit.is_tile or not runtime.opened):
             unit.free()
 
 
-def _collect_master(
-    runtime: Runtime, unit: Unit, values: dict[nn.Parameter, torch.Tensor], keeps: bool
-) -> None:
+def _collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot, torch.Tensor]:
+    """A unit's values in the master's precision, if this rank ``keeps`` them."""
+    found = {}
     for flat in unit.flats:
         rest, rung = (flat.part, unit.rungs.params)
         if flat.master is not None:
@@ -127,8 +143,9 @@ def _collect_master(
         with rest.use() as part:
             whole = _gather_whole(runtime, unit, flat, part, rung)
         for slot in flat.slots if keeps else ():
-            place = slot.spec.interval.relative_to(0)
-            values[slot.parameter] = whole[place].view(slot.spec.param.shape).cpu().clone()
+            value = whole[slot.spec.interval.relative_to(0)].view(slot.spec.param.shape)
+            found[slot] = value.cpu().clone()
+    return found
 
 
 def _gather_whole(
@@ -159,7 +176,7 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
     grads.read(runtime)
     if runtime.accumulated:
         raise UsageError("Gradients are not reduced yet: the last backward ran under no_sync.")
-    found = {}
+    found: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
         for flat in unit.trained:
             if not any(slot.has_grad for slot in flat.slots):
@@ -169,9 +186,8 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
                 whole = _gather_whole(runtime, unit, flat, opened.reduced, unit.rungs.optim)
             for slot in flat.slots:
                 if slot.has_grad:
-                    place = slot.spec.interval.relative_to(0)
-                    found[slot.name] = whole[place].view(slot.spec.param.shape).clone()
-    return found
+                    slot.face.place(found, slot, whole[slot.spec.interval.relative_to(0)])
+    return {face.name: found[face.parameter] for face in runtime.faces if face.parameter in found}
 
 
 def feedback_state(runtime: Runtime) -> dict[str, torch.Tensor]:
@@ -222,7 +238,7 @@ def _state_keys(runtime: Runtime, optimizer: Optimizer, flat: Flat) -> dict[str,
     mine = [
         (key, slot.name, str(torch.as_tensor(value).dtype).removeprefix("torch."))
         for slot in flat.slots
-        for key, value in optimizer.state.get(slot.parameter, {}).items()
+        for key, value in shown_state(optimizer, slot).items()
     ]
     seen: list[Any] = [mine]
     if runtime.grid.place.world > 1:
@@ -259,9 +275,13 @@ def _collect_state(
         if slot.name in dtypes:
             place = slot.spec.interval.relative_to(0)
             value = whole[place].to(torch_dtype(dtypes[slot.name]), copy=True)
-            shape = () if numbers[place][0] else slot.spec.param.shape
-            value = value[0] if shape == () else value.view(shape)
-            result.setdefault(slot.name, {})[key] = value
+            states = result.setdefault(slot.face.name, {})
+            if numbers[place][0]:
+                states[key] = value[0]
+                continue
+            if key not in states:
+                states[key] = value.new_empty(slot.face.parameter.shape)
+            slot.rows_of(states[key]).copy_(value)
 
 
 def clip_grad_norm_(

@@ -56,7 +56,7 @@ def install(runtime: Runtime, store: Store | None, pool: Pool | None = None) -> 
     if setting == "keep":
         return activations
     for unit in runtime.units:
-        if unit is not runtime.root:
+        if unit is not runtime.root and not unit.is_tile:
             shadow = _Shadow(unit.name, unit.module, activations)
             runtime.removers.append(shadow.remove)
     runtime.recoveries.append(activations.reap)

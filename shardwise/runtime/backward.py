@@ -74,7 +74,7 @@ class Backward:
         parameter, unit = slot.parameter, slot.unit
         grad = parameter.grad
         if grad is None:
-            slot.emptied = False  # by a hook of the user, who dropped it
+            slot.face.emptied = False  # by a hook of the user, who dropped it
             return
         if unit.travels and not slot.flat.full.filled:
             raise UsageError(

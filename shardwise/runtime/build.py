@@ -5,14 +5,16 @@ from torch import nn
 
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import PlanError
-from shardwise.core.layout import ModelSpec
+from shardwise.core.layout import ModelSpec, Slot
 from shardwise.core.topology import Step
 from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
 from shardwise.model.inspect import Members
+from shardwise.model.tiling import Tile
 from shardwise.plan.plan import Plan, Rungs, resolve
 from shardwise.plan.schedule import outer_step
 from shardwise.runtime import guard
 from shardwise.runtime.carry import Carrier, Carriers, Outer
+from shardwise.runtime.face import Face, TiledFace
 from shardwise.runtime.flat import Flat, ParamSlot, Pools
 from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.rest import Disk, Homes
@@ -84,8 +86,7 @@ def _lay_out(
         (step for rungs in resolved for step in rungs.ladder.steps),
         _outer_steps(plan, spec, resolved),
     )
-    seeds = _agree_on_seeds(model, grid)
-    _settle_buffers(model, grid, seeds)
+    start = _Start(model, grid, homes, pools.params)
     units = []
     for index, (unit, unit_spec, rungs) in enumerate(
         zip(members, spec.units, resolved, strict=True)
@@ -105,7 +106,7 @@ def _lay_out(
             flats,
             encloses=index == 0,
         )
-        _fill_unit(built, unit, grid, seeds)
+        _fill_unit(built, unit, start)
         trim_heap()  # of the full values: they are in parts now
         units.append(built)
     homes.settle()
@@ -125,7 +126,7 @@ def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Ste
     return found
 
 
-def _fill_unit(built: Unit, unit: Members, grid: Grid, seeds: Seeds) -> None:
+def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
     """Moves a unit's values into its parts; never holds more than one parameter beside them."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.has_master:
@@ -133,9 +134,9 @@ def _fill_unit(built: Unit, unit: Members, grid: Grid, seeds: Seeds) -> None:
         with flat.writing() as write:
             for slot_spec in flat.spec.slots:
                 parameter = unit.params[slot_spec.param.name]
-                slot = ParamSlot(slot_spec.param.name, parameter, slot_spec, flat)
+                slot = start.slot(unit, parameter, slot_spec, flat)
                 slot.unit = built
-                value = _value_of(parameter, grid, seeds)
+                value = start.value(slot)
                 with torch.no_grad():
                     write(slot_spec, value)
                 del value
@@ -143,8 +144,61 @@ def _fill_unit(built: Unit, unit: Members, grid: Grid, seeds: Seeds) -> None:
                 guard.own(parameter, slot)
                 flat.slots.append(slot)
                 built.slots.append(slot)
+                start.filled(slot)
     if built.travels:
         guard.close(slot.parameter for slot in built.slots)
+
+
+class _Start:
+    """Where parameters start from: the model's own initialisation, or rank 0's values."""
+
+    def __init__(self, model: nn.Module, grid: Grid, homes: Homes, pool: Pool) -> None:
+        self._grid, self._homes, self._pool = grid, homes, pool
+        self._seeds = _agree_on_seeds(model, grid)
+        self._tiled: dict[int, TiledFace] = {}
+        """By the id of their parameter."""
+        self._whole: torch.Tensor | None = None
+        """The values of the tiled parameter whose tiles are being filled."""
+        _settle_buffers(model, grid, self._seeds)
+
+    def slot(self, unit: Members, parameter: nn.Parameter, spec: Slot, flat: Flat) -> ParamSlot:
+        """A parameter's place, or that of one of its tiles."""
+        whole, tile = unit.whole, unit.module
+        if whole is None:
+            return ParamSlot(parameter, spec, flat, Face(spec.param.name, parameter))
+        assert isinstance(tile, Tile)
+        face = self._tiled.get(id(whole.parameter))
+        if face is None:
+            face = TiledFace(whole, flat.dtypes.compute, self._grid.device, self._pool)
+            self._tiled[id(whole.parameter)] = face
+        return ParamSlot(parameter, spec, flat, face, tile.start * spec.param.shape[1])
+
+    def value(self, slot: ParamSlot) -> torch.Tensor:
+        """The full value of a slot to start from."""
+        parameter, device = slot.face.parameter, self._grid.device
+        if not parameter.is_meta:
+            value = slot.parameter.detach()
+            on_cpu = value.cpu().contiguous()
+            self._grid.control.broadcast(on_cpu)
+            return on_cpu.to(value.device)
+        seed = self._seeds.get(id(parameter))
+        if not slot.face.is_tiled:
+            return materialize(parameter, device=device, seed=seed)
+        if self._whole is None:
+            # Not in memory, which is what a tiled parameter may be too large for.
+            disk = self._homes.disk if device.type == "cpu" else None
+            allocate = disk.store.scratch if disk is not None else None
+            self._whole = materialize(parameter, device=device, seed=seed, allocate=allocate)
+        return slot.rows_of(self._whole)
+
+    def filled(self, slot: ParamSlot) -> None:
+        """A slot has its values; with the last tile the whole parameter's own memory goes."""
+        face = slot.face
+        if isinstance(face, TiledFace) and len(face.slots) == len(face.whole.tiles):
+            self._whole = None
+            _rest_on(face.parameter, face.view)
+            guard.own(face.parameter, face)
+            guard.close([face.parameter], tiled=True)
 
 
 def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
@@ -154,16 +208,6 @@ def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
     agreed = grid.control.broadcast_object(mine, "seeds of the initialisation")
     assert isinstance(agreed, list)
     return {id(tensor): seed for tensor, seed in zip(tensors, agreed, strict=True)}
-
-
-def _value_of(parameter: nn.Parameter, grid: Grid, seeds: Seeds) -> torch.Tensor:
-    """The full value to start from: the model's own initialisation, or rank 0's values."""
-    if parameter.is_meta:
-        return materialize(parameter, device=grid.device, seed=seeds.get(id(parameter)))
-    value = parameter.detach()
-    on_cpu = value.cpu().contiguous()
-    grid.control.broadcast(on_cpu)
-    return on_cpu.to(value.device)
 
 
 def _rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
@@ -199,13 +243,24 @@ def restore(runtime: Runtime) -> None:
     for remove in runtime.removers:
         remove()
     runtime.removers.clear()
+    wholes: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
         if unit.travels:
             unit.gather(exact=True)
         unit.settle()
         for slot in unit.slots:
             guard.set_raw_grad(slot.parameter, None)
-            slot.parameter.data = slot.parameter.detach().clone()
+            if slot.face.is_tiled:
+                slot.face.place(wholes, slot, slot.parameter.detach())
+            else:
+                slot.parameter.data = slot.parameter.detach().clone()
             guard.disown(slot.parameter)
+        if unit.is_tile:
+            unit.free()
+    for parameter, value in wholes.items():
+        guard.open_up([parameter])
+        guard.set_raw_grad(parameter, None)
+        parameter.data = value
+        guard.disown(parameter)
     runtime.grid.close()
     runtime.homes.close()

@@ -20,6 +20,7 @@ from shardwise.core.wire import Format
 from shardwise.plan.plan import Plan, Rungs, has_master
 from shardwise.plan.schedule import Hop
 from shardwise.runtime.carry import Carrier, Leg, Outer, finish
+from shardwise.runtime.face import Face
 from shardwise.runtime.memory import SwappedBuffer, tensor_on
 from shardwise.runtime.rest import Homes, Loan, PartOf, Resident, Rest, Stored
 from shardwise.tier.pool import Pool, zeros
@@ -494,25 +495,27 @@ class FullGrad:
 
 
 class ParamSlot:
-    """One parameter of the user's model and its place in the sharded world.
+    """A parameter's place in the sharded world, or that of one of its tiles.
 
-    It answers for the parameter and its gradient while they are guarded.
+    It answers for the values while they are guarded.
     """
 
     unit: "Unit"
     runtime: "Runtime"
 
-    def __init__(self, name: str, parameter: nn.Parameter, spec: Slot, flat: Flat) -> None:
-        self.name, self.parameter, self.spec, self.flat = name, parameter, spec, flat
+    def __init__(
+        self, parameter: nn.Parameter, spec: Slot, flat: Flat, face: Face, start: int = 0
+    ) -> None:
+        self.name, self.spec, self.flat = spec.param.name, spec, flat
+        self.parameter = parameter
+        """What is computed with: the user's own, or a tile's."""
+        self.face, self.start = face, start
+        """The parameter as the user sees it, and where in it (in elements) this slot begins."""
+        face.slots.append(self)
         self.segment = spec.interval.intersect(flat.optim_at)
         """The elements of this parameter that OS's part on this rank covers; may be empty."""
         self.has_grad = False
         """Whether a gradient was accumulated and not dropped; alike on all ranks once reduced."""
-        self.handle: torch.Tensor | None = None
-        """What was put into ``parameter.grad``; see ``grads.py``."""
-        self.emptied = False
-        """Whether ``parameter.grad`` was emptied for autograd, and not by the user."""
-        self.guarded: torch.Tensor | None = None
         self.accumulate: torch.autograd.graph.Node | None = None
         """Autograd's node that puts gradients into ``parameter.grad``; see ``hooks.py``."""
         self.arrivals = 0
@@ -530,13 +533,6 @@ class ParamSlot:
         """Overwrites the parameter by a full value that all ranks pass alike."""
         self.runtime.write(self, value)
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        return self.flat.dtypes.master
-
-    def highest(self, flag: torch.Tensor) -> torch.Tensor:
-        return self.runtime.grid.control.highest(flag.reshape(-1).cpu(), "check for overflow")
-
     def of(self, buffer: torch.Tensor | None, place: Interval) -> torch.Tensor | None:
         """This parameter's elements of a buffer that covers ``place``; None if there are none."""
         common = self.spec.interval.intersect(place)
@@ -551,6 +547,10 @@ class ParamSlot:
         return torch.Size(() if scalar else (self.segment.numel,))
 
     @property
-    def grad_home(self) -> Flat:
-        """Whose ``open_grads`` brings this parameter's gradient into memory."""
-        return self.flat
+    def own(self) -> slice:
+        """The elements of the user's parameter that OS's part on this rank covers here."""
+        return self.segment.relative_to(self.spec.interval.start - self.start)
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This slot's elements of a value of the user's parameter; flat."""
+        return whole.reshape(-1)[self.start : self.start + self.spec.param.numel]

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.core.errors import UsageError
 from shardwise.runtime import guard
+from shardwise.runtime.face import Face
 from shardwise.runtime.flat import Flat, ParamSlot
 from shardwise.runtime.rest import Resident
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 def read(runtime: "Runtime") -> None:
     """Learns what the user did with the handles: nothing, dropped, or replaced."""
     changed = [slot for slot in runtime.trained_slots if not _untouched(slot)]
+    given = [guard.raw_grad(slot.face.parameter) for slot in changed]
     _forget(changed)
-    for slot in changed:
-        grad = guard.raw_grad(slot.parameter)
+    for slot, grad in zip(changed, given, strict=True):
         if grad is not None:
             _adopt(slot, grad)
             _show(slot)
@@ -38,31 +39,42 @@ def read(runtime: "Runtime") -> None:
 def begin_backward(runtime: "Runtime") -> None:
     read(runtime)
     for slot in runtime.trained_slots:
-        slot.arrivals, slot.pending, slot.emptied = 0, False, False
+        slot.arrivals, slot.pending, slot.face.emptied = 0, False, False
 
 
 def make_room(slot: ParamSlot) -> None:
-    """Autograd is about to accumulate: it must find ``p.grad`` empty."""
-    if slot.handle is not None and guard.raw_grad(slot.parameter) is slot.handle:
-        guard.set_raw_grad(slot.parameter, None)
-        slot.emptied = True
+    """Autograd is about to accumulate: it must find ``p.grad`` empty.
+
+    A tile's always is: what stands for its gradient is in the whole parameter's.
+    """
+    face = slot.face
+    if face.is_tiled:
+        return
+    if face.handle is not None and guard.raw_grad(face.parameter) is face.handle:
+        guard.set_raw_grad(face.parameter, None)
+        face.emptied = True
 
 
 def mark(slot: ParamSlot) -> None:
     """The local gradient was taken: from now on ``p.grad`` stands for it."""
-    slot.handle, slot.emptied = _guarded(slot), False
-    guard.set_raw_grad(slot.parameter, slot.handle)
+    face = slot.face
+    if face.is_tiled:
+        guard.set_raw_grad(slot.parameter, None)
+        if not _untouched(slot):
+            return  # dropped since another tile's came: see read()
+    face.handle, face.emptied = _guarded(face), False
+    guard.set_raw_grad(face.parameter, face.handle)
 
 
 def was_dropped(slot: ParamSlot) -> bool:
     """Whether the user set ``p.grad`` to None since backward began."""
-    return not _untouched(slot) and guard.raw_grad(slot.parameter) is None
+    return not _untouched(slot) and guard.raw_grad(slot.face.parameter) is None
 
 
 def end_backward(runtime: "Runtime", dropped: list[ParamSlot]) -> None:
     """Puts a handle on every parameter that has a gradient, unless the user dropped it already."""
     for slot in dropped:
-        guard.set_raw_grad(slot.parameter, None)
+        guard.set_raw_grad(slot.face.parameter, None)
     _forget(dropped)
     for slot in runtime.trained_slots:
         if not slot.has_grad:
@@ -70,44 +82,45 @@ def end_backward(runtime: "Runtime", dropped: list[ParamSlot]) -> None:
         if _untouched(slot):
             _show(slot)
         else:
-            slot.handle = _guarded(slot)  # differs from what the user put there: see read()
-        slot.emptied = False
+            slot.face.handle = _guarded(slot.face)  # differs from what the user put: see read()
+        slot.face.emptied = False
 
 
 def _untouched(slot: ParamSlot) -> bool:
-    grad = guard.raw_grad(slot.parameter)
-    return grad is slot.handle or (slot.emptied and grad is None)
+    face, grad = slot.face, guard.raw_grad(slot.face.parameter)
+    return grad is face.handle or (face.emptied and grad is None)
 
 
 def _show(slot: ParamSlot) -> None:
-    slot.handle = _handle(slot)
-    guard.set_raw_grad(slot.parameter, slot.handle)
+    slot.face.handle = _handle(slot)
+    guard.set_raw_grad(slot.face.parameter, slot.face.handle)
 
 
 def _handle(slot: ParamSlot) -> torch.Tensor:
     flat, rungs = slot.flat, slot.flat.rungs
     place = slot.spec.interval.relative_to(0)
-    if flat.dtypes.master == flat.dtypes.compute and flat.holds != flat.reduced_valid:
+    alike = flat.dtypes.master == flat.dtypes.compute and not slot.face.is_tiled
+    if alike and flat.holds != flat.reduced_valid:
         whole = flat.held if flat.holds and rungs.grads == 0 else None
         if flat.reduced_valid and rungs.optim == 0:
             whole = flat.reduced
         if isinstance(whole, Resident) and whole.tensor.device == slot.parameter.device:
             return whole.tensor[place].view(slot.spec.param.shape)
-    return _guarded(slot)
+    return _guarded(slot.face)
 
 
-def _guarded(slot: ParamSlot) -> torch.Tensor:
-    if slot.guarded is None:
-        slot.guarded = guard.GuardedGrad.make(slot.parameter, slot)
-    return slot.guarded
+def _guarded(face: Face) -> torch.Tensor:
+    if face.guarded is None:
+        face.guarded = guard.GuardedGrad.make(face.parameter, face)
+    return face.guarded
 
 
 def _forget(slots: list[ParamSlot]) -> None:
     """Drops the gradients of some parameters: reduced, held, and those that are on their way."""
     flats: dict[Flat, list[ParamSlot]] = {}
     for slot in slots:
-        slot.has_grad = slot.used = slot.emptied = False
-        slot.handle = None
+        slot.has_grad = slot.used = slot.face.emptied = False
+        slot.face.handle = None
         flats.setdefault(slot.flat, []).append(slot)
     for flat, forgotten in flats.items():
         if not any(slot.has_grad for slot in flat.slots):
@@ -132,7 +145,6 @@ def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
     with flat.open_grads(writes=True) as opened:
         part = opened.reduced_of(slot)
         if part is not None:
-            own = slot.segment.relative_to(slot.spec.interval.start)
             dense = grad.to_dense() if grad.is_sparse else grad
-            part.copy_(dense.detach().reshape(-1)[own])
+            part.copy_(dense.detach().reshape(-1)[slot.own])
     slot.has_grad = True

@@ -39,10 +39,8 @@ class GradOwner(Protocol):
     """What a guarded gradient asks of its owner."""
 
     name: str
-
-    @property
-    def grad_home(self) -> Any:
-        """What several gradients rest in: its ``open_grads`` brings them into memory together."""
+    slots: Sequence[Any]
+    """Where the gradient is: ``open_grads`` of a slot's flat brings it into memory."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -142,6 +140,25 @@ class GuardedParameter(nn.Parameter):
         raise refuse_copy(_owner_of(self).name)
 
 
+class TiledParameter(GuardedParameter):
+    """A guarded parameter that is computed in tiles: autograd never comes to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _HOOKS:
+            raise UsageError(
+                f"Parameter '{_owner_of(args[0]).name}' is computed in tiles, whose gradients "
+                f"never come together, so that '{func.__name__}' has no effect on it; raise "
+                "tiling.numel in the plan."
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+
 def refuse_copy(name: str) -> UsageError:
     return UsageError(
         f"'{name}' cannot be copied or pickled while it is sharded: use "
@@ -159,10 +176,10 @@ def disown(parameter: nn.Parameter) -> None:
     _owners.pop(parameter, None)
 
 
-def close(parameters: Iterable[nn.Parameter]) -> None:
+def close(parameters: Iterable[nn.Parameter], *, tiled: bool = False) -> None:
     """From now on reading these parameters asks their owner."""
     for parameter in parameters:
-        parameter.__class__ = GuardedParameter
+        parameter.__class__ = TiledParameter if tiled else GuardedParameter
 
 
 def open_up(parameters: Iterable[nn.Parameter]) -> None:
@@ -350,19 +367,19 @@ def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     whole: list[Tensor] = []
     for grad in grads:
         if isinstance(grad, GuardedGrad):
-            owner = _owner_of(grad)
-            homes.setdefault(owner.grad_home, []).append(owner)
+            for slot in _owner_of(grad).slots:
+                homes.setdefault(slot.flat, []).append(slot)
         else:
             whole.append(grad)
     with ExitStack() as stack:
         for home in [home for home in homes if home.grads_are_resident]:
             opened = stack.enter_context(home.open_grads(writes=True))
-            whole += [part for owner in homes.pop(home) for part in opened.of(owner)]
+            whole += [part for slot in homes.pop(home) for part in opened.of(slot)]
         if whole:
             yield whole
-    for home, owners in homes.items():
+    for home, slots in homes.items():
         with home.open_grads(writes=True) as opened:
-            if parts := [part for owner in owners for part in opened.of(owner)]:
+            if parts := [part for slot in slots for part in opened.of(slot)]:
                 yield parts
 
 

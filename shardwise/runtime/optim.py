@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.core.errors import UsageError
 from shardwise.plan.schedule import Kind, Phase, Trigger
 from shardwise.runtime import grads
+from shardwise.runtime.face import TILES, State, show_state, shown_state, tile_state, whole_state
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.rest import PartOf, Resident
@@ -43,8 +44,6 @@ _REFUSED = {
     "SparseAdam": "it needs sparse gradients of whole matrices",
 }
 _NOTE = "shardwise"
-
-State = dict[str, Any]
 
 
 def check_elementwise(optimizer: Optimizer, assume: bool) -> None:
@@ -82,7 +81,7 @@ def watch(runtime: Runtime, assume_elementwise: bool) -> None:
         runtime = watched()
         if runtime is None or optimizer in runtime.optimizers:
             return
-        parameters = {slot.parameter for slot in runtime.slots}
+        parameters = {face.parameter for face in runtime.faces}
         if any(p in parameters for group in optimizer.param_groups for p in group["params"]):
             check_elementwise(optimizer, assume_elementwise)
             # Its own hooks come after the global ones, so they run in this very step already.
@@ -98,9 +97,9 @@ class OptimizerTakeover:
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._runtime, self._optimizer = runtime, optimizer
-        self._slots = {slot.parameter: slot for slot in runtime.slots}
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        """What stands in for each trained parameter during a step; empty if this rank has none.
+        self._faces = {face.parameter: face for face in runtime.faces}
+        self._parts: dict[ParamSlot, nn.Parameter] = {}
+        """What stands in for each trained slot during a step; empty if this rank has none of it.
 
         Also empty where the update goes through windows: there nothing happens in the step itself.
         """
@@ -109,7 +108,7 @@ class OptimizerTakeover:
         self._depth = 0
         """How many steps run inside each other: a subclass may call its base's, hooks and all."""
         self._stepped = False
-        self._loading: dict[nn.Parameter, State | None] = {}
+        self._loading: dict[ParamSlot, State | None] = {}
         self._check_groups(optimizer.param_groups)
         for unit in runtime.units:
             for flat in unit.trained:
@@ -118,10 +117,10 @@ class OptimizerTakeover:
         windowed = [slot for slot in runtime.trained_slots if slot.flat.updates_in_windows]
         self._windows = WindowedUpdate(runtime, optimizer, windowed)
         for slot in runtime.trained_slots:
-            self._parts[slot.parameter] = nn.Parameter(_part_of(slot))
+            self._parts[slot] = nn.Parameter(_part_of(slot))
         self._windows.reserve()
-        for parameter, state in self._cut_all(optimizer.state).items():
-            self._set_state(parameter, state)
+        for slot, state in self._cut_all(optimizer.state).items():
+            self._set_state(slot, state)
         self._install()
         runtime.optimizers[optimizer] = weakref.ref(self)
 
@@ -188,48 +187,66 @@ class OptimizerTakeover:
     def _swap_in(self) -> None:
         """Groups list parts, and states belong to parts."""
         optimizer = self._optimizer
+        for slot, part in self._parts.items():
+            part.grad = _grad_of(slot, part)
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for key, value in optimizer.state.items():
+            parts = self._parts_of(key)
+            if len(parts) > 1:
+                states = {part: tile_state(value, slot) for slot, part in parts.items()}
+                state.update({part: own for part, own in states.items() if own})
+            else:
+                state[next(iter(parts.values()), key)] = value
+        optimizer.state = state
         for group in optimizer.param_groups:
-            parts = [self._parts.get(parameter, parameter) for parameter in group["params"]]
-            for parameter, part in zip(group["params"], parts, strict=True):
-                if part is not parameter:
-                    part.grad = _grad_of(self._slots[parameter], part)
-            states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
+            parts = [part for p in group["params"] for part in self._parts_of(p).values() or [p]]
+            states = [state.get(part, {}) for part in parts]
             changed = fused_options(group, parts, states)
             self._swapped.append((group, {key: group[key] for key in changed}))
             group.update(changed, params=parts)
-        self._rename_states(self._parts)
 
     def _swap_out(self) -> None:
-        owners = {part: parameter for parameter, part in self._parts.items()}
+        owners = {part: slot for slot, part in self._parts.items()}
+
+        def owner(part: nn.Parameter) -> nn.Parameter:
+            return owners[part].face.parameter if part in owners else part
+
         for group, options in self._swapped:
             # One by one, so that several sharded models can share an optimizer.
-            group.update(options, params=[owners.get(part, part) for part in group["params"]])
+            params = dict.fromkeys(owner(part) for part in group["params"])
+            group.update(options, params=list(params))
         self._swapped.clear()
+        stepped, self._optimizer.state = self._optimizer.state, defaultdict(dict)
+        for key, value in stepped.items():
+            if key in owners:
+                show_state(self._optimizer, owners[key], value)
+            else:
+                self._optimizer.state[key] = value
         for part in owners:
             part.grad = None
-        self._rename_states(owners)
 
-    def _rename_states(self, names: dict[nn.Parameter, nn.Parameter]) -> None:
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in self._optimizer.state.items():
-            state[names.get(key, key)] = value
-        self._optimizer.state = state
+    def _parts_of(self, parameter: Any) -> dict[ParamSlot, nn.Parameter]:
+        """What stands in for a parameter during a step; nothing for one that is not ours."""
+        face = self._faces.get(parameter)
+        slots = face.slots if face is not None else ()
+        return {slot: self._parts[slot] for slot in slots if slot in self._parts}
 
     # --- state --------------------------------------------------------------------------------
 
-    def _cut_all(self, states: Any) -> dict[nn.Parameter, State | None]:
+    def _cut_all(self, states: Any) -> dict[ParamSlot, State | None]:
         """This rank's share of the states of this model's parameters; None where it has none."""
-        found: dict[nn.Parameter, State | None] = {}
+        found: dict[ParamSlot, State | None] = {}
         for parameter, state in states.items():
-            if (slot := self._slots.get(parameter)) is not None:
+            face = self._faces.get(parameter)
+            for slot in face.slots if face is not None else ():
                 has_any = slot.spec.param.requires_grad and slot.segment.numel
-                found[parameter] = self._cut(slot, state) if has_any else None
+                own = tile_state(state, slot) or None if TILES in state else state
+                found[slot] = self._cut(slot, own) if has_any and own is not None else None
         return found
 
     def _cut(self, slot: ParamSlot, state: State) -> State:
         """The state of a part, out of the whole parameter's or of the same part's."""
-        shape, part_shape = slot.spec.param.shape, slot.part_shape
-        own = slot.segment.relative_to(slot.spec.interval.start)
+        shape, part_shape = tuple(slot.face.parameter.shape), slot.part_shape
 
         def cut(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -245,7 +262,7 @@ class OptimizerTakeover:
                 # As torch does on loading: states have their parameter's dtype, except "step".
                 like_part = value.is_floating_point() and key != "step"
                 dtype = slot.flat.dtypes.master if like_part else value.dtype
-                return value.reshape(-1)[own].reshape(part_shape).to(dtype, copy=True)
+                return value.reshape(-1)[slot.own].reshape(part_shape).to(dtype, copy=True)
             if value.dim() == 0 or value.shape == part_shape:
                 return value.clone()
             raise UsageError(
@@ -257,31 +274,31 @@ class OptimizerTakeover:
 
     def state_of(self, slot: ParamSlot) -> State:
         """The state of a parameter's part, wherever it rests."""
-        if self._windows.covers(slot.parameter):
+        if self._windows.covers(slot):
             return self._windows.state_of(slot)
-        state: State = self._optimizer.state.get(slot.parameter, {})
-        return state
+        return shown_state(self._optimizer, slot)
 
-    def _set_state(self, parameter: nn.Parameter, state: State | None) -> None:
-        if self._windows.covers(parameter):
-            self._windows.set_state(self._slots[parameter], state)
-        elif state is None:
-            self._optimizer.state.pop(parameter, None)
+    def _set_state(self, slot: ParamSlot, state: State | None) -> None:
+        if self._windows.covers(slot):
+            self._windows.set_state(slot, state)
         else:
-            self._optimizer.state[parameter] = state
+            show_state(self._optimizer, slot, state)
 
     def _layout_digest(self) -> str:
         text = "|".join(
-            f"{slot.name}:{slot.segment.start}-{slot.segment.stop}" for slot in self._slots.values()
+            f"{slot.name}:{slot.segment.start}-{slot.segment.stop}" for slot in self._runtime.slots
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _note_layout(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         listed = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(listed):
-            if index in state_dict["state"] and self._windows.covers(parameter):
+            slots = face.slots if (face := self._faces.get(parameter)) is not None else []
+            if index in state_dict["state"] and any(self._windows.covers(slot) for slot in slots):
                 # In place of tensors without values: what a state dict is for is values.
-                state_dict["state"][index] = self._windows.state_of(self._slots[parameter])
+                states = [self.state_of(slot) for slot in slots]
+                tiled = slots[0].face.is_tiled
+                state_dict["state"][index] = whole_state(states) if tiled else states[0]
         state_dict[_NOTE] = {"layout": self._layout_digest(), "rank": self._runtime.grid.place.rank}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -302,13 +319,13 @@ class OptimizerTakeover:
         self._loading = self._cut_all({p: states[i] for i, p in parameters.items() if i in states})
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        for parameter, state in self._loading.items():
-            self._set_state(parameter, state)
+        for slot, state in self._loading.items():
+            self._set_state(slot, state)
         self._loading = {}
 
     def _drop_states(self) -> None:
-        for parameter in self._parts:
-            self._set_state(parameter, None)
+        for slot in self._parts:
+            self._set_state(slot, None)
         self._windows.free()
 
     # --- installation -------------------------------------------------------------------------
@@ -316,8 +333,7 @@ class OptimizerTakeover:
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
             for parameter in group["params"]:
-                slot = self._slots.get(parameter)
-                if slot is None and getattr(parameter, "is_meta", False):
+                if parameter not in self._faces and getattr(parameter, "is_meta", False):
                     raise UsageError(
                         "The optimizer has a parameter on the meta device that is not in the "
                         "model; build the optimizer from model.parameters()."
@@ -369,10 +385,10 @@ class OptimizerTakeover:
                 params = list(params)  # may be a generator
             for item in [params] if isinstance(params, torch.Tensor) else params:
                 parameter = item[1] if isinstance(item, tuple) else item
-                slot = self._slots.get(parameter)
-                if slot is not None and not slot.spec.param.requires_grad:
+                face = self._faces.get(parameter)
+                if face is not None and not face.slots[0].spec.param.requires_grad:
                     raise UsageError(
-                        f"'{slot.name}' was frozen when the model was sharded and has no gradient "
+                        f"'{face.name}' was frozen when the model was sharded and has no gradient "
                         "memory; shardwise.unshard(model), unfreeze it and shard again."
                     )
             add({**param_group, "params": params})

@@ -23,6 +23,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Kind, Op, Phase, Trigger
 from shardwise.runtime.agreement import Agreed, Agreement
 from shardwise.runtime.carry import Carriers
+from shardwise.runtime.face import Face, shown_state
 from shardwise.runtime.flat import ParamSlot, Pools
 from shardwise.runtime.order import Hold, Use, Walk
 from shardwise.runtime.rest import Homes
@@ -104,7 +105,7 @@ class Runtime:
         """What an optimizer keeps for this rank's part of a parameter."""
         found = self.optimizers.get(optimizer)
         takeover = found() if found is not None else None
-        return takeover.state_of(slot) if takeover else optimizer.state.get(slot.parameter, {})
+        return takeover.state_of(slot) if takeover else shown_state(optimizer, slot)
 
     @property
     def root(self) -> Unit:
@@ -113,6 +114,11 @@ class Runtime:
     @property
     def slots(self) -> Iterator[ParamSlot]:
         return (slot for unit in self.units for slot in unit.slots)
+
+    @property
+    def faces(self) -> list[Face]:
+        """The model's parameters as the user sees them."""
+        return list(dict.fromkeys(slot.face for slot in self.slots))
 
     @property
     def in_pass(self) -> bool:
@@ -154,7 +160,10 @@ class Runtime:
     def after_forward(self, unit: Unit) -> None:
         """A module's forward is over: its unit's values go, or the kept rung stays."""
         if in_autograd():
-            return  # recomputed in backward, which needs them next
+            # Recomputed in backward, which needs them next; but of tiles the last ones first.
+            if unit.is_tile and unit.hold is not None and not unit.hold.kept:
+                self._give_back_in_backward(unit)
+            return
         self.forward_depth -= 1
         unit.running -= 1
         if unit.running == 0 and not unit.external:
@@ -219,6 +228,21 @@ class Runtime:
             self.forward_depth = self._lone_depth = 0
             if not torch.is_grad_enabled():
                 self._release_external()
+
+    @contextmanager
+    def late_forward(self) -> Iterator[None]:
+        """Tiles are used after the model's forward, by a loss outside of it: a pass of its own."""
+        if self.in_pass or self.opened:
+            yield
+            return
+        self.homes.check()
+        kind = "late forward" if torch.is_grad_enabled() else "late forward without gradients"
+        self.forward_depth, self._walk = 1, self._begin_walk(kind)
+        try:
+            yield
+        finally:
+            self.forward_depth = 0
+            self._end_forward()
 
     def _begin_forward(self) -> None:
         self.recover()

@@ -20,6 +20,7 @@ from shardwise.comm.lane import Early
 from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
+from shardwise.model.tiling import Tile
 from shardwise.plan.plan import Plan, Rungs
 from shardwise.plan.schedule import (
     Hop,
@@ -121,6 +122,7 @@ class Unit:
         self.arrived: set[ParamSlot] = set()
         """Parameters that got a gradient since a backward of this unit's calls began."""
         self.hold: Hold | None = None
+        self.is_tile = isinstance(module, Tile)
         self.external = encloses
         """Its parameters are read outside its module's forward: gathered for whole passes."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
+from shardwise.runtime.face import Face
 from shardwise.runtime.flat import ParamSlot
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ class Watch:
     """Compares the parameters of one model with what was laid out."""
 
     def __init__(self, runtime: "Runtime") -> None:
-        slots = {slot.parameter: slot for slot in runtime.slots}
+        faces = {face.parameter: face for face in runtime.faces}
         self._places = [
-            (module._parameters, name, slots[parameter])
+            (module._parameters, name, faces[parameter])
             for module in runtime.model.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -39,14 +40,14 @@ class Watch:
         ]
         for module in runtime.model.modules():
             _refuse_casts(runtime, module)
-            _watch_loading(runtime, module, slots)
+            _watch_loading(runtime, module, faces)
 
     def look(self) -> None:
         """Follows or refuses what happened since the last look; alike on all ranks."""
-        for parameters, name, slot in self._places:
-            if parameters.get(name) is not slot.parameter:
+        for parameters, name, face in self._places:
+            if parameters.get(name) is not face.parameter:
                 raise UsageError(
-                    f"Parameter '{slot.name}' was replaced after shardwise.shard; write into it "
+                    f"Parameter '{face.name}' was replaced after shardwise.shard; write into it "
                     "instead (p.copy_(value), load_state_dict), or shardwise.unshard(model) first."
                 )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -122,9 +123,7 @@ def _refuse_casts(runtime: "Runtime", module: nn.Module) -> None:
     runtime.removers.append(lambda: module.__dict__.pop("_apply", None))
 
 
-def _watch_loading(
-    runtime: "Runtime", module: nn.Module, slots: dict[nn.Parameter, ParamSlot]
-) -> None:
+def _watch_loading(runtime: "Runtime", module: nn.Module, faces: dict[nn.Parameter, Face]) -> None:
     """Master weights take the values that are loaded before those are rounded."""
 
     def before(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
@@ -134,9 +133,9 @@ def _watch_loading(
                 "assign, which copies every rank's part."
             )
         for name, parameter in module._parameters.items():
-            slot, value = slots.get(parameter), state.get(prefix + name)  # type: ignore[arg-type]
-            if slot is not None and isinstance(value, torch.Tensor):
-                _load(slot, value)
+            face, value = faces.get(parameter), state.get(prefix + name)  # type: ignore[arg-type]
+            if face is not None and isinstance(value, torch.Tensor):
+                _load(face.slots[0], value)
 
     handle = module.register_load_state_dict_pre_hook(before)
     runtime.removers.append(handle.remove)

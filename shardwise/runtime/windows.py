@@ -23,13 +23,12 @@ from torch.optim import Optimizer
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
 from shardwise.plan.schedule import Kind, Phase, Trigger
+from shardwise.runtime.face import State, show_state
 from shardwise.runtime.flat import Flat, ParamSlot
 from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.rest import Loan, Rest
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
-
-State = dict[str, Any]
 
 
 @dataclass
@@ -62,7 +61,7 @@ class WindowedUpdate:
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, slots: list[ParamSlot]) -> None:
         self._runtime, self._optimizer = runtime, optimizer
-        self._slots = {slot.parameter: slot for slot in slots}
+        self._slots = dict.fromkeys(slots)
         self._rests: dict[Flat, dict[str, Rest]] = {}
         """What the optimizer keeps for every element."""
         self._numbers: dict[ParamSlot, State] = {}
@@ -103,7 +102,7 @@ class WindowedUpdate:
         }
 
     def _windows(self, unit: Unit, flat: Flat, members: set[nn.Parameter]) -> Iterator[_Window]:
-        moving = [s for s in flat.slots if s.has_grad and s.parameter in members]
+        moving = [s for s in flat.slots if s.has_grad and s.face.parameter in members]
         size = self._runtime.plan.tiers.window_numel
         for start in range(flat.optim_at.start, flat.optim_at.stop, size):
             place = Interval(start, min(start + size, flat.optim_at.stop))
@@ -136,13 +135,13 @@ class WindowedUpdate:
         for slot in window.slots:
             piece = nn.Parameter(window.of(slot, master))
             piece.grad = window.of(slot, grad)
-            pieces[slot.parameter] = piece
+            pieces[slot.face.parameter] = piece
             if slot in self._before:
                 self._optimizer.state[piece] = self._state_of_piece(window, slot)
         self._run(pieces)
         is_first = any(slot not in self._before for slot in window.slots)
         for slot in window.slots:
-            self._keep(window, slot, self._optimizer.state.pop(pieces[slot.parameter], {}))
+            self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))
         if is_first:
             trim_heap()  # of the states that the optimizer made, and that rest elsewhere now
 
@@ -219,13 +218,14 @@ class WindowedUpdate:
         What an optimizer keeps is learned from a step on two elements in place of each group.
         """
         for group in self._optimizer.param_groups:
-            slots = [self._slots[p] for p in group["params"] if p in self._slots]
+            members = set(group["params"])
+            slots = [slot for slot in self._slots if slot.face.parameter in members]
             if not slots:
                 continue
             like = slots[0].flat
             probe = nn.Parameter(torch.zeros(2, dtype=like.dtypes.master))
             probe.grad = torch.zeros_like(probe)
-            self._run({slots[0].parameter: probe})
+            self._run({slots[0].face.parameter: probe})
             for key, value in self._optimizer.state.pop(probe, {}).items():
                 if _is_per_element(value, probe.shape):
                     for slot in slots:
@@ -233,8 +233,8 @@ class WindowedUpdate:
             for slot in slots:
                 slot.flat.make_reduced()
 
-    def covers(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._slots
+    def covers(self, slot: ParamSlot) -> bool:
+        return slot in self._slots
 
     def state_of(self, slot: ParamSlot) -> State:
         """A parameter's state with values; empty before its first step."""
@@ -251,7 +251,7 @@ class WindowedUpdate:
     def set_state(self, slot: ParamSlot, state: State | None) -> None:
         """Overwrites a parameter's state; None: as before its first step."""
         numbers, tensors = self._forget(slot)
-        self._optimizer.state.pop(slot.parameter, None)
+        show_state(self._optimizer, slot, None)
         if state is None or not slot.segment.numel:
             del self._numbers[slot]
             return
@@ -294,7 +294,7 @@ class WindowedUpdate:
             )
             for key in self._tensors[slot]
         }
-        self._optimizer.state[slot.parameter] = self._numbers[slot] | shown
+        show_state(self._optimizer, slot, self._numbers[slot] | shown)
 
 
 def _is_per_element(value: Any, shape: torch.Size) -> bool:

@@ -7,6 +7,7 @@ or ends inside one, that unit goes through a buffer, and for a write its other b
 
 import contextlib
 import errno
+import mmap
 import os
 import threading
 import warnings
@@ -99,6 +100,17 @@ class NvmeStore:
             self._budget.release(nbytes)
             raise
         return record
+
+    def scratch(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory that the system may move to the disk; its file goes when nobody uses it."""
+        self._check_open()
+        file = self._folder.open_data(0)
+        try:
+            os.truncate(file, nbytes)
+            mapped = mmap.mmap(file, nbytes)
+        finally:
+            os.close(file)
+        return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
     def put(self, record: Record, source: torch.Tensor, start: int = 0) -> Ticket:
         """Begins to write; ``source`` may change after the ticket."""

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import PlanError
-from shardwise.model.inspect import describe, find_members
+from shardwise.core.topology import Topology
+from shardwise.model.inspect import find_members
+from shardwise.model.units import describe
 from shardwise.plan import presets
 
 PLAN = replace(presets.zero3(), min_unit_numel=100)
@@ -128,7 +130,7 @@ def test_description_needs_no_memory_and_separates_dtypes_and_frozen_parameters(
     with torch.device("meta"):
         model = Model([Block(), Block()])
     model.layers[0].attention.bfloat16().requires_grad_(False)
-    spec = describe(model, PLAN, world=4)
+    spec = describe(model, PLAN, Topology.parse("world=4"))
     assert spec.numel == sum(p.numel() for p in model.parameters())
     kinds = [(flat.dtype, flat.requires_grad) for flat in spec.units[1].flats]
     assert kinds == [("bfloat16", False), ("float32", True)]

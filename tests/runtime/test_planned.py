@@ -8,10 +8,10 @@ import torch
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.topology import Topology
-from shardwise.model.inspect import describe
-from shardwise.plan.plan import Tiers
+from shardwise.model.units import describe
+from shardwise.plan.plan import Tiers, Tiling
 from shardwise.plan.schedule import Op, Phase, schedule
-from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine
+from tests.models import TinyGPT, UntiedGPT, adamw, batch, lm_loss, make, mine
 
 LEVELS = "node=2,world=2"
 PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean", "infinity"]
@@ -19,21 +19,22 @@ PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean", "in
 
 def _planned(model, plan, *phases: Phase) -> Counter[Op]:
     topology = Topology.parse(LEVELS)
-    spec = describe(model, plan, topology.world)
+    spec = describe(model, plan, topology)
     ops: Counter[Op] = Counter()
     for phase in phases:
         ops.update(op for event in schedule(plan, spec, topology, phase) for op in event.ops)
     return ops
 
 
-def compare(path: str, name: str, keep: str, tier: str = "") -> None:
+def compare(path: str, name: str, keep: str, tier: str = "", kind=TinyGPT, **changes) -> None:
     plan = replace(
         sw.presets.PRESETS[name](), min_unit_numel=1000, keep=keep, tiers=Tiers(path=path)
     )
+    plan = replace(plan, **changes)
     if tier:
         states = ("params", "grads", "optim")
         plan = replace(plan, **{s: replace(getattr(plan, s), tier=tier) for s in states})
-    model = make(TinyGPT)
+    model = make(kind)
     single, accumulated, evaluation = (
         _planned(model, plan, *phases)
         for phases in ([Phase.ONLY], [Phase.FIRST, Phase.MIDDLE, Phase.LAST], [Phase.EVAL])
@@ -75,6 +76,9 @@ def compare_all(path: str) -> None:
     compare(path, "hsdp", "full")
     for name, keep in (("ddp", "none"), ("ddp", "full"), ("zero3", "node"), ("amsp", "none")):
         compare(path, name, keep, tier="nvme")
+    tiled = {"kind": UntiedGPT, "tiling": Tiling(numel=480)}
+    compare(path, "zero3", "none", **tiled)
+    compare(path, "zero3", "node", tier="nvme", activations="recompute", **tiled)
 
 
 def test_the_runtime_executes_what_the_schedule_plans(four, tmp_path):

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
-from shardwise.model.inspect import describe
+from shardwise.model.units import describe
 from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, Precision, Tiers
 from shardwise.runtime.rest import Stored
@@ -367,7 +367,7 @@ def test_buffers_are_bounded_and_reused(tmp_path):
     """What is lent at once stays within the memory model's figure, and does not grow."""
     model, optimizer = sharded(tmp_path)
     plan, topology = runtime_of(model).plan, Topology.parse("world=1")
-    predicted = memory(plan, describe(make(TinyGPT), plan, 1), topology)
+    predicted = memory(plan, describe(make(TinyGPT), plan, topology), topology)
     pool = runtime_of(model).homes.disk.pool
     one_step(model, optimizer, 0)
     for index in range(6):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.topology import Topology
-from shardwise.model.inspect import describe
+from shardwise.model.units import describe
 from shardwise.plan import schedule
 from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan
@@ -276,7 +276,7 @@ def check_feedback_state() -> None:
         access.load_feedback_state(runtime_of(broken), {"elsewhere/0": torch.zeros(1, 16)})
     needed = sum(lost.nbytes for lost in access.feedback_state(runtime_of(straight)).values())
     topology = Topology.parse("node=2,world=2")
-    spec = describe(make(TinyGPT, torch.float32), plan, 4)
+    spec = describe(make(TinyGPT, torch.float32), plan, topology)
     without = wired(sw.presets.zero3(), "", "int4,node=int8", "")
     planned = memory(plan, spec, topology).wires - memory(without, spec, topology).wires
     assert needed == planned

@@ -18,7 +18,8 @@ from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.model.deferred import recorder
-from shardwise.model.inspect import find_members, spec_of
+from shardwise.model.inspect import find_members
+from shardwise.model.units import unit_spec
 from shardwise.plan.presets import PRESETS
 from shardwise.runtime.unit import State
 from tests.harness import Workers
@@ -305,7 +306,7 @@ def check_adapters(preset: str) -> None:
     plain, model = make_adapted(), make_adapted()
     plan = plan_for(case, preset)
     members = find_members(model, plan)
-    flats = spec_of(members[1], world).flats
+    flats = unit_spec(members[1], world).flats
     assert {(f.dtype, f.requires_grad) for f in flats} == {("bfloat16", False), ("float32", True)}
     start = {n: p.clone() for n, p in plain.named_parameters()}
     trained = {n for n, p in plain.named_parameters() if p.requires_grad}

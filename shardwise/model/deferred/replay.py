@@ -1,5 +1,6 @@
 """From a history to values: runs the operations that one tensor depends on, and no others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,17 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 def materialize(
-    tensor: Tensor, *, device: torch.device | str = "cpu", seed: int | None = None
+    tensor: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int | None = None,
+    allocate: Callable[[int], torch.UntypedStorage] | None = None,
 ) -> Tensor:
     """The values of a deferred tensor: detached, contiguous, on `device`.
 
     Args:
         seed: instead of the seed of the context, so that all ranks can use rank 0's.
+        allocate: gives memory that reads as zero for the tensor, instead of torch.
     """
     with plain_torch():
         found = require(tensor)
@@ -27,7 +33,7 @@ def materialize(
         others = [] if target.type == "cpu" else [target.index]
         kind = target.type if others else "cuda"
         with torch.random.fork_rng(others, device_type=kind):
-            values = _Replay(target, seed).run(found.ref)
+            values = _Replay(target, seed, allocate).run(found.ref)
         return values.to(tensor.dtype)
 
 
@@ -59,9 +65,15 @@ def _slice(ref: Ref) -> list[Op]:
 class _Replay:
     """The storages of one replay; each is released after its last use."""
 
-    def __init__(self, device: torch.device, seed: int | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        seed: int | None,
+        allocate: Callable[[int], torch.UntypedStorage] | None,
+    ) -> None:
         self.device = device
         self.seed = seed
+        self.allocate = allocate
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def run(self, target: Ref) -> Tensor:
@@ -120,13 +132,17 @@ class _Replay:
             return leaf.to(self.device)
         return leaf
 
+    def _blank(self, nbytes: int, *, filled: bool) -> torch.UntypedStorage:
+        if self.allocate is not None:
+            return self.allocate(nbytes)
+        # Zeros where nothing was ever written, so that all ranks have the same.
+        make = torch.empty if filled else torch.zeros
+        return make(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
     def _window(self, ref: Ref) -> Tensor:
         nbytes, dtype, size, stride, offset, is_conj, is_neg = ref.layout
         if ref.key not in self.storages:
-            # Zeros where nothing was ever written, so that all ranks have the same.
-            make = torch.empty if ref.filled else torch.zeros
-            blank = make(nbytes, dtype=torch.uint8, device=self.device)
-            self.storages[ref.key] = blank.untyped_storage()
+            self.storages[ref.key] = self._blank(nbytes, filled=ref.filled)
         window = torch.empty(0, dtype=dtype, device=self.device)
         window = window.set_(self.storages[ref.key], offset, size, stride)
         window = torch._neg_view(window) if is_neg else window

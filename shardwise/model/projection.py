@@ -1,0 +1,306 @@
+"""The output of a tiled layer that nobody has read yet, and its cross entropy tile by tile.
+
+[Note: Unread projections]
+A language model's logits are often its largest activation, and all that training makes of them is
+a loss. So in training a tiled projection outside all blocks returns a tensor that knows its shape
+and dtype, but has no values. What models do before the loss, changing leading dimensions and the
+dtype, is done to the projection's input instead. ``F.cross_entropy`` then takes the tiles one after
+another: each leaves two numbers a row, and is computed once more in backward. Anything else that
+reads such a tensor gets its values, with their gradients, by computing it as a whole.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardwise.core.errors import UsageError
+from shardwise.model.tiling import Tile, check_range, linear, own_entries, rows_of
+
+_PROPERTIES = "shape dtype device requires_grad is_leaf grad_fn ndim layout is_cpu is_cuda is_meta"
+_METHODS = "size numel nelement dim ndimension is_floating_point is_complex register_hook __len__"
+_SHAPES = "view reshape flatten contiguous unsqueeze squeeze"
+_CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What is projected, and how."""
+
+    tiles: list[Tile]
+    x: Tensor
+    bias: nn.Parameter | None
+    around: Callable[[], AbstractContextManager[None]]
+    """Entered while tiles are computed."""
+    autocast: torch.dtype | None
+    """What autocast computes it in, where it was on when the layer was called."""
+    casts: tuple[torch.dtype, ...] = ()
+    """What the output is converted to, one after the other."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.tiles[-1].stop))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.casts[-1] if self.casts else self.autocast or self.x.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = (self.x, self.bias, *(tile.weight for tile in self.tiles))
+        return any(t is not None and t.requires_grad for t in tensors)
+
+    def compute(self) -> Tensor:
+        """All of it."""
+        with self.as_called(), self.around():
+            return _cast(linear(self.tiles, self.x, self.bias), self.casts)
+
+    def as_called(self) -> torch.autocast:
+        """Autocast as it was when the layer was called."""
+        on = self.autocast is not None
+        return torch.autocast(self.x.device.type, dtype=self.autocast, enabled=on)
+
+
+def _cast(value: Tensor, casts: tuple[torch.dtype, ...]) -> Tensor:
+    for dtype in casts:
+        value = value.to(dtype)
+    return value
+
+
+class _Unread(torch.autograd.Function):
+    """Gives an unread projection a place in the graph that no gradient may ever reach."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, projected: Projected) -> Tensor:
+        nothing = torch.full((), math.nan, dtype=projected.dtype, device=projected.x.device)
+        return nothing.expand(projected.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise UsageError(
+            "The logits of a tiled projection went into an operation that torch does not let us "
+            "see (a custom autograd function?), so they were never computed; set "
+            "tiling.loss = false in the plan."
+        )
+
+
+class Unread(torch.Tensor):
+    """See [Note: Unread projections]."""
+
+    projected: Projected
+
+    @staticmethod
+    def output(
+        tiles: list[Tile],
+        x: Tensor,
+        bias: nn.Parameter | None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> "Unread":
+        """What a layer returns in place of its output."""
+        kind = x.device.type
+        on = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if on else None
+        return Unread.of(Projected(tiles, x, bias, around, dtype))
+
+    @staticmethod
+    def of(projected: Projected) -> "Unread":
+        with torch._C.DisableTorchFunctionSubclass():
+            anchor = torch.zeros((), requires_grad=projected.requires_grad)
+            unread = _Unread.apply(anchor, projected).as_subclass(Unread)
+        assert isinstance(unread, Unread)
+        unread.projected = projected
+        return unread
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], cls):
+            found = special(func, *args, **kwargs)
+            if found is not None:
+                return found
+        args, kwargs = torch.utils._pytree.tree_map(_read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _read(value: Any) -> Any:
+    return value.projected.compute() if isinstance(value, Unread) else value
+
+
+# --- what is done to the input instead ------------------------------------------------------------
+
+
+def _reshaped(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: Any) -> Unread | None:
+    """Other leading dimensions: rows keep their order, so the input's can change alike."""
+    projected = unread.projected
+    like = func(torch.empty(projected.shape, device="meta"), *args, **kwargs).shape
+    if like[-1:] != projected.shape[-1:]:
+        return None
+    return Unread.of(_with(projected, projected.x.reshape(*like[:-1], projected.x.shape[-1])))
+
+
+def _indexed(func: Callable[..., Any], unread: Unread, index: Any) -> Unread | None:
+    """Some of the rows; whatever cuts the last dimension reads."""
+    projected = unread.projected
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(type(item) in (int, slice, type(...)) for item in items):
+        return None
+    if ... in items:
+        at = items.index(...)
+        skipped = projected.x.dim() - (len(items) - 1)
+        items = (*items[:at], *[slice(None)] * skipped, *items[at + 1 :])
+    if len(items) > projected.x.dim():
+        return None
+    if len(items) == projected.x.dim() and items[-1] != slice(None):
+        return None
+    return Unread.of(_with(projected, projected.x[items]))
+
+
+def _converted(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: Any) -> Any:
+    projected = unread.projected
+    dtype = _CASTS.get(func)
+    if dtype is None:
+        if kwargs.pop("copy", None) or (args and isinstance(args[0], torch.Tensor)):
+            return None
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and torch.device(device).type != projected.x.device.type:
+            return None
+    if dtype is None or dtype == projected.dtype:
+        return unread
+    casts = (*(projected.casts or (projected.dtype,)), dtype)
+    return Unread.of(replace(projected, casts=casts))
+
+
+def _with(projected: Projected, x: Tensor) -> Projected:
+    return replace(projected, x=x)
+
+
+# --- cross entropy --------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    func: Callable[..., Any],
+    unread: Unread,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """``F.cross_entropy`` of rows with class indices; of anything else the logits are read."""
+    projected = unread.projected
+    usual = weight is None and size_average is None and reduce is None
+    rows = projected.x.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    if not usual or not rows or len(target) != len(projected.x) or not len(target):
+        return None
+    counts = target != ignore_index
+    target = torch.where(counts, target, 0)
+    check_range(target, projected.shape[-1], "Target is out of bounds.")
+    losses = _row_losses(projected, target, label_smoothing)
+    losses = torch.where(counts, losses, 0)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / counts.sum() if reduction == "mean" else total
+
+
+def _row_losses(projected: Projected, target: Tensor, smoothing: float) -> Tensor:
+    def summary(weight: Tensor, *inputs: Tensor | None) -> Any:
+        return _Summary.apply(weight, *inputs, projected.casts, bool(smoothing))
+
+    found = []
+    with projected.as_called(), projected.around():
+        for tile in projected.tiles:
+            inside, own = own_entries(tile, target)
+            found.append(tile(summary, projected.x, rows_of(projected.bias, tile), inside, own))
+    normalisers, targets, sums = (
+        torch.stack(values, dim=-1) for values in zip(*found, strict=True)
+    )
+    normaliser = normalisers.logsumexp(dim=-1)
+    losses = normaliser - targets.sum(dim=-1)
+    if not smoothing:
+        return losses
+    mean = sums.sum(dim=-1) / projected.shape[-1]
+    return (1 - smoothing) * losses + smoothing * (normaliser - mean)
+
+
+class _Summary(torch.autograd.Function):
+    """What a cross entropy needs of one tile's logits: three numbers a row.
+
+    The logits themselves are computed again in backward: they would be as large as all others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        inside: Tensor,
+        own: Tensor,
+        casts: tuple[torch.dtype, ...],
+        sums: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raw = F.linear(x, weight, bias)
+        logits = _cast(raw, casts)
+        normaliser = logits.logsumexp(dim=-1)
+        at_target = torch.where(inside, logits.gather(-1, own.unsqueeze(-1)).squeeze(-1), 0)
+        ctx.save_for_backward(weight, x, bias, inside, own, normaliser)
+        ctx.casts, ctx.dtype = casts, raw.dtype
+        ctx.set_materialize_grads(False)
+        return normaliser, at_target, logits.sum(dim=-1) if sums else normaliser.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_normaliser: Tensor, by_target: Tensor, by_sum: Tensor | None) -> Any:
+        weight, x, bias, inside, own, normaliser = ctx.saved_tensors
+        # As autocast computed it, if that was on: in backward it is not.
+        cast = [t if t is None else t.to(ctx.dtype) for t in (x, weight, bias)]
+        grad = _cast(F.linear(*cast), ctx.casts)
+        grad = grad.sub_(normaliser.unsqueeze(-1)).exp_().mul_(by_normaliser.unsqueeze(-1))
+        grad.scatter_add_(-1, own.unsqueeze(-1), torch.where(inside, by_target, 0).unsqueeze(-1))
+        if by_sum is not None:
+            grad += by_sum.unsqueeze(-1)
+        for dtype in reversed((ctx.dtype, *ctx.casts[:-1])):
+            grad = grad.to(dtype)
+        wants_weight, wants_x, wants_bias = ctx.needs_input_grad[:3]
+        return (
+            (grad.mT @ cast[0]).to(weight.dtype) if wants_weight else None,
+            (grad @ cast[1]).to(x.dtype) if wants_x else None,
+            grad.sum(dim=0).to(bias.dtype) if wants_bias else None,
+            *[None] * 4,
+        )
+
+
+def _metadata() -> set[Callable[..., Any]]:
+    found = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
+    return found | {getattr(torch.Tensor, name) for name in _METHODS.split()}
+
+
+_METADATA = _metadata()
+_SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{getattr(torch.Tensor, name): _reshaped for name in _SHAPES.split()},
+    torch.flatten: _reshaped,
+    torch.reshape: _reshaped,
+    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.to: _converted,
+    **dict.fromkeys(_CASTS, _converted),
+    F.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,197 @@
+"""Layers that are computed in tiles, so that no rank ever gathers them whole.
+
+[Note: Tiles]
+A tile is some rows of a weight, with a module and a unit of its own. The layer's forward calls the
+tiles one after another, so that hooks gather, free and reduce each in turn, ahead of their use, as
+they do with any other unit. The user's parameter stays where it is, with its name and shape: it
+stands for the tiles' rows (``runtime/face.py``).
+
+Rows serve both kinds of layers: those of a linear layer are outputs, which are laid side by side;
+those of an embedding are entries, of which a tile looks up its own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.errors import PlanError
+from shardwise.core.topology import Topology
+from shardwise.model.inspect import ROOT, Members
+from shardwise.plan.plan import Plan, resolve, tile_name
+from shardwise.plan.schedule import travels
+from shardwise.plan.validate import violations
+
+
+class Tile(nn.Module):
+    """Some rows of a weight. A module only so that a unit can hang its hooks on it."""
+
+    def __init__(self, weight: nn.Parameter, start: int) -> None:
+        super().__init__()
+        self.weight, self.start = weight, start
+        self.stop = start + weight.shape[0]
+
+    def forward(self, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        """What ``compute`` makes of the rows and of inputs.
+
+        Each tile has an input of its own: a gradient through it then says that the tile's backward
+        is over, where the input that all tiles share would say it of all of them at once.
+        """
+        return compute(self.weight, *(x.view_as(x) if _has_grad(x) else x for x in inputs))
+
+
+def _has_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
+@dataclass
+class Whole:
+    """A parameter of the model that is cut into tiles."""
+
+    name: str
+    parameter: nn.Parameter
+    users: list[nn.Module]
+    """The layers that compute with it; several where weights are tied."""
+    tiles: list[Tile]
+    wants_loss: list[nn.Module] = field(default_factory=list)
+    """Those of the users whose output may be what a cross entropy is computed of."""
+
+
+def cut(model: nn.Module, members: list[Members], plan: Plan, topology: Topology) -> list[Members]:
+    """The units of a model with those of its tiles, each after the unit that it was cut from."""
+    if not plan.tiling.numel or violations(plan, topology):
+        return members  # an illegal plan is refused later, in more words
+    users = _users(model)
+    found: list[Members] = []
+    root = members[0]
+    for unit in members:
+        if not travels(resolve(plan, topology, unit.name), plan.for_unit(unit.name)):
+            found.append(unit)
+            continue
+        wholes = []
+        for name, parameter in list(unit.params.items()):
+            if _is_cut(parameter, users.get(parameter, []), plan.tiling.numel):
+                wholes.append(_cut_one(name, unit, users[parameter], plan))
+                del unit.params[name]
+        alone = unit.module in {user for whole in wholes for user in whole.users}
+        if alone and unit is not root:
+            # The layer is the whole unit: what is left (a bias) is used outside its forward, too.
+            root.params |= unit.params
+            unit.params = {}
+        found += [unit] if unit.params or unit is root else []
+        inside = unit is not root and not alone
+        found += [tile for whole in wholes for tile in _units(unit.name, whole, inside)]
+    return found
+
+
+def _users(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that hold each parameter; a tied one has several."""
+    found: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(parameter, []).append(module)
+    return found
+
+
+def _is_cut(parameter: nn.Parameter, users: list[nn.Module], numel: int) -> bool:
+    large = parameter.dim() == 2 and parameter.numel() > numel and parameter.shape[0] > 1
+    return large and bool(users) and all(_knows(user, parameter) for user in users)
+
+
+def _knows(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a layer computes with its weight in one of the ways that are known here."""
+    if module._parameters.get("weight") is not parameter or "forward" in module.__dict__:
+        return False
+    if isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+        return plain and type(module).forward is nn.Embedding.forward
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _cut_one(name: str, unit: Members, users: list[nn.Module], plan: Plan) -> Whole:
+    parameter = unit.params[name]
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise PlanError(
+            f"Parameter '{name}' has hooks, but tiling.numel = {plan.tiling.numel} would cut it "
+            "into tiles, whose gradients never come together; remove the hooks, or raise "
+            "tiling.numel."
+        )
+    rows, width = parameter.shape
+    count = -(-rows // max(1, plan.tiling.numel // width))
+    height = -(-rows // count)
+    tiles = []
+    for start in range(0, rows, height):
+        part = parameter.detach()[start : start + height]
+        if part.is_meta:
+            part = torch.empty_like(part)  # with a history of its own, which is none
+        tiles.append(Tile(nn.Parameter(part, requires_grad=parameter.requires_grad), start))
+    outside = unit.name == ROOT or unit.module in users
+    wants_loss = [
+        user for user in users if plan.tiling.loss and outside and isinstance(user, nn.Linear)
+    ]
+    return Whole(name, parameter, users, tiles, wants_loss)
+
+
+def _units(unit: str, whole: Whole, inside: bool) -> Iterator[Members]:
+    for tile in whole.tiles:
+        name = tile_name(unit, whole.name, tile.start, tile.stop)
+        param = f"{whole.name}[{tile.start}:{tile.stop}]"
+        yield Members(name, tile, {param: tile.weight}, whole, inside)
+
+
+# --- the layers -----------------------------------------------------------------------------------
+
+
+def linear(tiles: list[Tile], x: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a weight in tiles."""
+    outputs = [tile(_linear, x, rows_of(bias, tile)) for tile in tiles]
+    return torch.cat(outputs, dim=-1)
+
+
+def _linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def rows_of(bias: Tensor | None, tile: Tile) -> Tensor | None:
+    return None if bias is None else bias[tile.start : tile.stop]
+
+
+def embedding(tiles: list[Tile], ids: Tensor, padding_idx: int | None) -> Tensor:
+    """``F.embedding`` with a table in tiles."""
+    check_range(ids, tiles[-1].stop, "index out of range in self")
+    trains = None if padding_idx is None else (ids != padding_idx).unsqueeze(-1)
+    found: Tensor | None = None
+    for tile in tiles:
+        inside, own = own_entries(tile, ids)
+        found = tile(_look_up, found, own, inside.unsqueeze(-1), trains)
+    assert found is not None
+    return found
+
+
+def _look_up(
+    table: Tensor, found: Tensor | None, own: Tensor, inside: Tensor, trains: Tensor | None
+) -> Tensor:
+    rows = F.embedding(own, table)
+    if trains is not None:
+        rows = torch.where(trains, rows, rows.detach())
+    return rows if found is None else torch.where(inside, rows, found)
+
+
+def own_entries(tile: Tile, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of some indices are in a tile, and where there; others point at its first row."""
+    inside = (ids >= tile.start) & (ids < tile.stop)
+    return inside, torch.where(inside, ids - tile.start, 0)
+
+
+def check_range(ids: Tensor, count: int, message: str) -> None:
+    """Refuses an index that is in no tile, which every tile alone would leave to the others."""
+    if not ids.numel():
+        return
+    fits = (ids >= 0).all() & (ids < count).all()
+    if ids.device.type == "cpu" and not fits:
+        raise IndexError(message)
+    torch._assert_async(fits)  # on an accelerator: as its kernels do, without waiting

@@ -1,0 +1,33 @@
+"""The units of a model under a plan, and how they are laid out: what planner and runtime share."""
+
+from torch import nn
+
+from shardwise.core.layout import ModelSpec, ParamSpec, UnitSpec, lay_out
+from shardwise.core.topology import Topology
+from shardwise.model.inspect import Members, find_members
+from shardwise.model.tiling import cut
+from shardwise.plan.plan import Plan
+
+
+def find_units(model: nn.Module, plan: Plan, topology: Topology) -> list[Members]:
+    """The units of a model, root first; tiles come after the unit that they were cut from."""
+    return cut(model, find_members(model, plan), plan, topology)
+
+
+def describe(model: nn.Module, plan: Plan, topology: Topology) -> ModelSpec:
+    """The model as planner and schedule see it; works on the meta device."""
+    return spec_of(find_units(model, plan, topology), topology.world)
+
+
+def spec_of(units: list[Members], world: int) -> ModelSpec:
+    """The layout of units."""
+    return ModelSpec(tuple(unit_spec(unit, world) for unit in units))
+
+
+def unit_spec(unit: Members, world: int) -> UnitSpec:
+    """The layout of one unit."""
+    params = [
+        ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+        for name, p in unit.params.items()
+    ]
+    return lay_out(unit.name, params, world, inside=unit.inside)
