@@ -76,6 +76,13 @@ class ModelSpec:
     """The units of a model, root first, then in the order of the module tree."""
 
     units: tuple[UnitSpec, ...]
+    used_again: tuple[str, ...] = ()
+    """Tiles of tied weights, once for each further layer that computes with them."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The units in the order in which a forward is expected to use them."""
+        return (*(unit.name for unit in self.units), *self.used_again)
 
     @property
     def numel(self) -> int:

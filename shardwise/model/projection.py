@@ -229,7 +229,8 @@ def _row_losses(projected: Projected, target: Tensor, smoothing: float) -> Tenso
     with projected.as_called(), projected.around():
         for tile in projected.tiles:
             inside, own = own_entries(tile, target)
-            found.append(tile(summary, projected.x, rows_of(projected.bias, tile), inside, own))
+            bias = rows_of(projected.bias, tile)
+            found.append(tile.run(summary, projected.x, bias, inside, own))
     normalisers, targets, sums = (
         torch.stack(values, dim=-1) for values in zip(*found, strict=True)
     )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
@@ -33,18 +34,50 @@ class Tile(nn.Module):
         super().__init__()
         self.weight, self.start = weight, start
         self.stop = start + weight.shape[0]
+        self.deliver: Callable[[Tensor], None] = self._accumulate
+        """Called in backward with the gradient of each use."""
 
-    def forward(self, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
+    def run(self, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
         """What ``compute`` makes of the rows and of inputs.
 
         Each tile has an input of its own: a gradient through it then says that the tile's backward
         is over, where the input that all tiles share would say it of all of them at once.
         """
-        return compute(self.weight, *(x.view_as(x) if _has_grad(x) else x for x in inputs))
+        return self(compute, *(x.view_as(x) if _has_grad(x) else x for x in inputs))
+
+    def forward(self, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        if not (self.weight.requires_grad and torch.is_grad_enabled()):
+            return compute(self.weight, *inputs)
+        # After the inputs, so that backward comes to it before it leaves through them.
+        anchor = torch.zeros((), device=self.weight.device, requires_grad=True)
+        return compute(_Use.apply(anchor, self), *inputs)
+
+    def _accumulate(self, grad: Tensor) -> None:
+        before = self.weight.grad
+        self.weight.grad = grad if before is None else before + grad
 
 
 def _has_grad(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad
+
+
+class _Use(torch.autograd.Function):
+    """One use of a tile, whose gradient is delivered at once.
+
+    Autograd would add up the gradients of all uses first. Those of tied weights come at the two
+    ends of a backward, so that until its end there would be the gradients of all tiles.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tile: Tile) -> Tensor:
+        ctx.tile = tile
+        return tile.weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.tile.deliver(grad)
+        return None, None
 
 
 @dataclass
@@ -148,7 +181,7 @@ def _units(unit: str, whole: Whole, inside: bool) -> Iterator[Members]:
 
 def linear(tiles: list[Tile], x: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a weight in tiles."""
-    outputs = [tile(_linear, x, rows_of(bias, tile)) for tile in tiles]
+    outputs = [tile.run(_linear, x, rows_of(bias, tile)) for tile in tiles]
     return torch.cat(outputs, dim=-1)
 
 
@@ -167,7 +200,7 @@ def embedding(tiles: list[Tile], ids: Tensor, padding_idx: int | None) -> Tensor
     found: Tensor | None = None
     for tile in tiles:
         inside, own = own_entries(tile, ids)
-        found = tile(_look_up, found, own, inside.unsqueeze(-1), trains)
+        found = tile.run(_look_up, found, own, inside.unsqueeze(-1), trains)
     assert found is not None
     return found
 

@@ -21,7 +21,14 @@ def describe(model: nn.Module, plan: Plan, topology: Topology) -> ModelSpec:
 
 def spec_of(units: list[Members], world: int) -> ModelSpec:
     """The layout of units."""
-    return ModelSpec(tuple(unit_spec(unit, world) for unit in units))
+    tied = [
+        (layer, unit.name)
+        for unit in units
+        if unit.whole is not None
+        for layer in range(1, len(unit.whole.users))
+    ]
+    again = tuple(name for _, name in sorted(tied, key=lambda use: use[0]))
+    return ModelSpec(tuple(unit_spec(unit, world) for unit in units), again)
 
 
 def unit_spec(unit: Members, world: int) -> UnitSpec:

@@ -153,7 +153,7 @@ def schedule(
     """
     root = model.units[0].name
     units = {unit.name: unit for unit in model.units}
-    inner = [name for name in (order or units) if name != root]
+    inner = [name for name in (order or model.order) if name != root]
     ops = {
         name: unit_ops(
             unit, resolve(plan, topology, name), plan.for_unit(name), phase, encloses=name == root

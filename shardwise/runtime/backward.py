@@ -4,9 +4,10 @@ Gradients arrive one parameter at a time and are copied into their flat's full b
 reduction starts when all gradients that the recorded backward had for it have arrived, in the
 recorded order, so that reductions match on all ranks and overlap the rest of backward. What is
 missing at the end of backward is reduced as zeros; what arrives after its unit was reduced is
-reduced once more.
+reduced once more. A tile's gradient is reduced whenever it arrives: once for each use.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +42,8 @@ class Backward:
         """How many gradients each parameter got in the recorded backward."""
         self._missing: dict[Unit, int] = {}
         self._recorded: list[Unit] = []
-        self._launched: set[Unit] = set()
+        self._launched: Counter[Unit] = Counter()
+        """How often each unit was reduced in this backward."""
         self._skipped: set[Unit] = set()
         """Units that this rank passed by: others may wait for its zeros."""
         self._next = 0
@@ -69,10 +71,9 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         return True
 
-    def arrive(self, slot: ParamSlot) -> None:
+    def arrive(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
         """A parameter's local gradient was accumulated by autograd: take it."""
-        parameter, unit = slot.parameter, slot.unit
-        grad = parameter.grad
+        unit = slot.unit
         if grad is None:
             slot.face.emptied = False  # by a hook of the user, who dropped it
             return
@@ -133,13 +134,20 @@ class Backward:
 
     def took(self, unit: Unit) -> bool:
         """Whether all gradients of a unit have been taken in this backward."""
+        if unit.is_tile:  # others may come, unless the recorded backward says otherwise
+            return self._order is not None and self._launched[unit] >= self._order.count(unit)
         return unit in self._launched
 
     # --- reductions ---------------------------------------------------------------------------
 
     def _count(self, slot: ParamSlot) -> None:
         unit = slot.unit
-        if self._order is None:
+        if unit.is_tile:
+            if self._order is None:
+                self._runtime.agree_on_reduction(unit)
+            else:
+                self._launch_complete(self._order)
+        elif self._order is None:
             trained = [other for other in unit.slots if other.spec.param.requires_grad]
             if unit not in self._launched and all(other.arrivals for other in trained):
                 self._runtime.agree_on_reduction(unit)
@@ -151,14 +159,13 @@ class Backward:
         while self._next < len(order) and self._is_complete(order[self._next]):
             unit = order[self._next]
             self._next += 1
-            if unit not in self._launched:
-                if unit in self._skipped:
-                    self._limit_in_flight()  # buffers of zeros count, too
-                self._launch(unit)
+            if unit in self._skipped:
+                self._limit_in_flight()  # buffers of zeros count, too
+            self._launch(unit)
 
     def _is_complete(self, unit: Unit) -> bool:
-        complete = self._missing[unit] == 0 and any(slot.pending for slot in unit.slots)
-        return complete or unit in self._skipped
+        complete = unit.is_tile or self._missing[unit] == 0
+        return (complete and any(slot.pending for slot in unit.slots)) or unit in self._skipped
 
     def _launch(self, unit: Unit) -> None:
         """Reduces a unit's gradients; parameters without one contribute zeros."""
@@ -171,7 +178,7 @@ class Backward:
             flat.open_grad()[flat.spec.slots[-1].interval.stop :].zero_()
         phase = runtime.phase()
         self._tickets.append(unit.reduce(phase, 1.0 / runtime.divisor))
-        self._launched.add(unit)
+        self._launched[unit] += 1
         for op in unit.ops(phase, Trigger.GRADS_READY):
             runtime.emit(op)
         runtime.grads_taken(unit)
@@ -187,13 +194,13 @@ class Backward:
         if self._order is None:
             while self._runtime.agree_on_reduction(None):
                 pass
-        order = self._order or self._recorded + [u for u in units if u not in self._launched]
+        rest = [unit for unit in units if unit not in self._launched]
+        if self._order is not None:
+            rest = self._order[self._next :]
         # The root surrounds all others, even if some rank used nothing else in this backward.
-        order = sorted(order, key=lambda unit: unit.encloses)
-        for unit in order:
-            if unit not in self._launched:
-                self._limit_in_flight()
-                self._launch(unit)
+        for unit in sorted(rest, key=lambda unit: unit.encloses):
+            self._limit_in_flight()
+            self._launch(unit)
         for unit in self._exchange_flags(units):
             self._runtime.counters.late_reduces += 1
             self._limit_in_flight()
@@ -201,7 +208,7 @@ class Backward:
         while self._tickets:
             self._tickets.pop(0).wait()
         if self._order is None:
-            self._order = list(order)
+            self._order = sorted(self._recorded + rest, key=lambda unit: unit.encloses)
             trim_heap()  # later passes fit the holes that the first one left; see optim.py
             self._expected = {s: s.arrivals for s in self._runtime.trained_slots if s.arrivals}
 
@@ -210,7 +217,7 @@ class Backward:
 
         What this rank has not computed yet arrives late.
         """
-        if unit not in self._launched:
+        if unit not in self._launched or unit.is_tile:
             self._recorded.append(unit)
             self._limit_in_flight()
             self._launch(unit)

@@ -43,13 +43,8 @@ def begin_backward(runtime: "Runtime") -> None:
 
 
 def make_room(slot: ParamSlot) -> None:
-    """Autograd is about to accumulate: it must find ``p.grad`` empty.
-
-    A tile's always is: what stands for its gradient is in the whole parameter's.
-    """
+    """Autograd is about to accumulate: it must find ``p.grad`` empty."""
     face = slot.face
-    if face.is_tiled:
-        return
     if face.handle is not None and guard.raw_grad(face.parameter) is face.handle:
         guard.set_raw_grad(face.parameter, None)
         face.emptied = True
@@ -58,10 +53,8 @@ def make_room(slot: ParamSlot) -> None:
 def mark(slot: ParamSlot) -> None:
     """The local gradient was taken: from now on ``p.grad`` stands for it."""
     face = slot.face
-    if face.is_tiled:
-        guard.set_raw_grad(slot.parameter, None)
-        if not _untouched(slot):
-            return  # dropped since another tile's came: see read()
+    if face.is_tiled and not _untouched(slot):
+        return  # dropped since another tile's came: see read()
     face.handle, face.emptied = _guarded(face), False
     guard.set_raw_grad(face.parameter, face.handle)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.model.tiling import Tile
 from shardwise.runtime import grads, guard
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.runtime import Runtime
@@ -77,7 +78,8 @@ def install(runtime: Runtime) -> None:
         _install_unit(runtime, unit)
         for slot in unit.slots:
             if slot.spec.param.requires_grad:
-                _install_slot(runtime, slot)
+                install = _install_tile if unit.is_tile else _install_slot
+                install(runtime, slot)
         if unit.travels:
             _disable_autocast_cache(runtime, unit.module)
     for module in _lone_modules(runtime):
@@ -125,7 +127,7 @@ def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
 
     def after(*_: object) -> None:
         if (slot := watched()) is not None:
-            slot.runtime.backward.arrive(slot)
+            slot.runtime.backward.arrive(slot, slot.parameter.grad)
 
     # On the node that accumulates rather than on the parameter: there it comes after all hooks
     # of the user, whenever they were registered, so that those see the local gradient.
@@ -134,6 +136,18 @@ def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
     slot.accumulate = accumulate  # its hooks live as long as somebody holds it
     runtime.removers.append(accumulate.register_hook(after).remove)
     runtime.removers.append(slot.parameter.register_hook(before).remove)
+
+
+def _install_tile(runtime: Runtime, slot: ParamSlot) -> None:
+    tile, watched = slot.unit.module, weakref.ref(slot)
+    assert isinstance(tile, Tile)
+
+    def deliver(grad: torch.Tensor) -> None:
+        if (slot := watched()) is not None:
+            slot.runtime.begin_backward()
+            slot.runtime.backward.arrive(slot, grad)
+
+    tile.deliver = deliver
 
 
 def _install_lone(runtime: Runtime, module: nn.Module) -> None:
