@@ -1,6 +1,7 @@
 """Real processes for distributed tests: one spawn a test class, one function a case.
 
-A ``Workers`` pool starts ``world`` gloo processes once; ``pool.run(function, *args)`` calls the
+A ``Workers`` pool forks ``world`` gloo processes once, from a server that has imported what takes
+long; ``pool.run(function, *args)`` calls the
 function on every rank and returns the results in rank order, or raises what a rank raised. A pool
 whose rank failed in a way that may have left the others out of step is started anew.
 """
@@ -15,6 +16,9 @@ from contextlib import closing, suppress
 from typing import Any
 
 LIMIT_S = 120.0
+PRELOAD = ["torch._dynamo", "shardwise.api", "pytest"]
+"""What ranks find imported (the first optimizer asks for Dynamo). Test modules add what theirs need
+while they are collected: the server starts with the first pool."""
 
 
 class WorkerError(AssertionError):
@@ -56,18 +60,16 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
 
 class Workers:
-    """A pool of ranks; modules in ``preload`` are imported once for all of them, and forked."""
+    """A pool of ranks."""
 
-    def __init__(self, world: int, preload: tuple[str, ...] = ()) -> None:
+    def __init__(self, world: int) -> None:
         self.world = world
-        self.preload = preload
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
 
     def start(self) -> None:
-        context: Any = mp.get_context("forkserver" if self.preload else "spawn")
-        if self.preload:
-            context.set_forkserver_preload(list(self.preload))
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         port = free_port()
         for rank in range(self.world):
             here, there = context.Pipe()

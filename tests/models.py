@@ -1,12 +1,14 @@
 """Small models for tests, and the one plain process that every plan is compared with."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+Made = TypeVar("Made")
 
 
 class Block(nn.Module):
@@ -97,6 +99,14 @@ def mine(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """This rank's slice of a global batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return tuple(t.chunk(world)[rank] for t in tensors)
+
+
+def on_rank_0(make: Callable[[], Made]) -> Made:
+    """What rank 0 makes, on every rank: a reference that each rank made would cost as much as the
+    sharded runs."""
+    made: list[Any] = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 def lm_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """What tests of the emulated cluster need, and what they must leave behind: nothing."""
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +26,16 @@ def why_not() -> str | None:
 
 @pytest.fixture
 def real_network() -> Iterator[None]:
-    """Skips where no cluster can be emulated; afterwards nothing of it may be left."""
+    """Skips where no cluster can be emulated; afterwards nothing of it may be left.
+
+    One test at a time, whatever process runs it: some abandon clusters on purpose.
+    """
     if reason := why_not():
         pytest.skip(reason)
-    sweep()
-    yield
-    mine = f"swbench-{os.getpid()}-"  # other runs may be under way: theirs are not abandoned
-    named = [*list_namespaces(), *(path.name for path in Path("/etc/netns").glob("*"))]
-    assert not [name for name in named if name.startswith(mine) or is_abandoned(name)]
+    with (Path(tempfile.gettempdir()) / "shardwise-tests-network.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep()
+        yield
+        mine = f"swbench-{os.getpid()}-"  # other runs may be under way: theirs are not abandoned
+        named = [*list_namespaces(), *(path.name for path in Path("/etc/netns").glob("*"))]
+        assert not [name for name in named if name.startswith(mine) or is_abandoned(name)]

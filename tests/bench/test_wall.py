@@ -1,6 +1,7 @@
 """The memory wall in small: under a limit of the kernel's, states on a disk train and others die."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ SMALL = ["--ranks", "1", "--layers", "8", "--width", "1024", "--seq", "32", "--s
 
 def can_limit() -> bool:
     try:
-        with MemoryLimit("shardwise-test-probe", 1 << 30):
+        with MemoryLimit(f"shardwise-test-probe-{os.getpid()}", 1 << 30):
             return True
     except UsageError:
         return False

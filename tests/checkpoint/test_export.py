@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -23,35 +22,14 @@ from shardwise.checkpoint import folder as folder_module
 from shardwise.checkpoint import pretrained
 from shardwise.plan.plan import Plan, Precision
 from shardwise.runtime.unit import State
-from tests.harness import WorkerError, Workers
+from tests.harness import PRELOAD, WorkerError, Workers
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine
 from tests.runtime.support import LIMIT_S, PLANS, assert_at_rest, levels_of, small
 
 ALL_PLANS = {**PLANS, "zeropp": sw.presets.zeropp()}
 WIDE_MASTER = Precision(compute="bfloat16", reduce="float32", master="float32")
 INDEX = "model.safetensors.index.json"
-PRELOAD = ("shardwise.api", "transformers.models.gpt2.modeling_gpt2")
-
-
-def pool_of(world: int) -> Iterator[Workers]:
-    pool = Workers(world, PRELOAD)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Workers]:
-    yield from pool_of(1)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    yield from pool_of(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Workers]:
-    yield from pool_of(4)
+PRELOAD.append("transformers.models.gpt2.modeling_gpt2")
 
 
 class Model(TinyGPT):
@@ -661,7 +639,7 @@ class TestFailures:
 
     def test_killed(self, one: Workers, tmp_path: Path) -> None:
         """At any moment the target is absent, or whole; the next export clears up."""
-        target, doomed = tmp_path / "target", Workers(1, PRELOAD)
+        target, doomed = tmp_path / "target", Workers(1)
         with pytest.raises(WorkerError, match="no answer"):
             doomed.run(export_and_die, str(target), "in the middle")
         assert not target.exists()

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.plan.plan import Plan, StatePlan
 from shardwise.runtime.unit import State
-from tests.models import largest_difference
+from tests.models import largest_difference, on_rank_0
 
 LEVELS = {1: "world=1", 2: "node=1,world=2", 4: "node=2,world=2"}
 PLANS: dict[str, Plan] = {
@@ -119,7 +119,7 @@ def reference(case: Case, world: int) -> tuple[list[list[Any]], dict[str, torch.
 def check_case(case: Case) -> None:
     """Runs on every rank: all plans of a case against the reference."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    results, expected = reference(case, world)
+    results, expected = on_rank_0(lambda: reference(case, world))
     for name in case.plans:
         model = build(case.kind)
         optimizer = sgd(model) if expected else None

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.core.errors import UsageError
 from tests.models import Block
-from tests.runtime.training import FEW, Job, adamw, compare, each_plan, gpt
+from tests.runtime.training import FEW, GRADS, Job, adamw, compare, each_plan, gpt
 
 LOOPS: dict[str, dict[str, Any]] = {}
 
@@ -61,7 +61,7 @@ def accumulates(job: Job):
     return losses
 
 
-@loop()
+@loop(plans=FEW)  # under all plans: adapters, below
 def accumulates_under_no_sync(job: Job):
     losses = []
     for step in range(3):
@@ -105,7 +105,7 @@ def drops_between_micro_batches(job: Job):
     return losses
 
 
-@loop()
+@loop(plans=GRADS)
 def drops_single_gradients(job: Job):
     named = dict(job.model.named_parameters())
     for step, sync in enumerate([True, False]):
@@ -135,7 +135,7 @@ def drops_what_only_an_earlier_micro_batch_used(job: Job):
 # --- unused parameters ------------------------------------------------------------------------
 
 
-@loop(kind=Branches)
+@loop(plans=GRADS, kind=Branches)
 def leaves_unused_parameters_alone(job: Job):
     """No gradient: no update, no weight decay, no state (compare looks at all of them)."""
     losses = []

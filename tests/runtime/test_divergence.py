@@ -19,7 +19,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.harness import Workers
-from tests.models import Block, largest_difference
+from tests.models import Block, largest_difference, on_rank_0
 from tests.runtime.support import (
     LEVELS,
     PLANS,
@@ -169,8 +169,13 @@ def anything_goes_where_parameters_rest_in_full(model, rank, step):
 
 
 def check(name: str, link: str) -> None:
+    """Over messages the plan that sends most, and in every other case those that send less."""
+    case = CASES[name]
+    if link == "peer" and "zero3" in case.plans:
+        sends_less = case.plans[1:] if list(CASES).index(name) % 2 else ()
+        case = replace(case, plans=("zero3", *sends_less))
     with LINKS[link]():
-        check_case(CASES[name])
+        check_case(case)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -257,7 +262,7 @@ def one_rank_calls_a_shared_layer_once_later(model, rank, step):
 def right_or_refused(name: str, link: str, plan: str) -> tuple[str, str, float]:
     """Wrong numbers fail here; a refusal is returned with its text, and after how long it came."""
     case, rank, world = EITHER[name], dist.get_rank(), dist.get_world_size()
-    results, expected = reference(case, world)
+    results, expected = on_rank_0(lambda: reference(case, world))
     with LINKS[link]():
         model = build(case.kind)
         optimizer = sgd(model)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.plan.plan import Plan
-from tests.models import TinyGPT, largest_difference
+from tests.models import TinyGPT, largest_difference, on_rank_0
 from tests.runtime.support import (
     LIMIT_S,
     PLANS,
@@ -30,6 +30,8 @@ from tests.runtime.support import (
 
 FEW = ("zero3", "ddp", "zero1", "amsp")
 """Where the plan hardly matters: parts of all, of none, of some states."""
+GRADS = tuple(name for name in PLANS if "keep=" not in name)
+"""Where only gradients matter: what is kept of gathered parameters makes no difference to them."""
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -147,19 +149,23 @@ def compare(
     elementwise: bool = False,
 ) -> None:
     """Runs on every rank: the loop under all plans against one plain process."""
-    plain = plain_job(kind, optimizer, dtype)
-    expected = loop(plain)
+
+    def reference() -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        plain = plain_job(kind, optimizer, dtype)
+        return loop(plain), plain.parameters(), plain.states()
+
+    expected, parameters, plain_states = on_rank_0(reference)
     chosen = plans if isinstance(plans, dict) else {name: PLANS[name] for name in plans}
     for name, plan in chosen.items():
         job = sharded_job(plan, kind, optimizer, dtype, elementwise=elementwise)
         assert_close(loop(job), expected, name, tolerance)
-        difference = largest_difference(job.parameters(), plain.parameters())
+        difference = largest_difference(job.parameters(), parameters)
         assert difference <= tolerance, (name, "parameters", difference)
-        states = job.states(), plain.states()
-        assert {k: v.shape for k, v in states[0].items()} == {
-            k: v.shape for k, v in states[1].items()
+        states = job.states()
+        assert {k: v.shape for k, v in states.items()} == {
+            k: v.shape for k, v in plain_states.items()
         }, name
-        difference = largest_difference(*states)
+        difference = largest_difference(states, plain_states)
         assert difference <= tolerance, (name, "states", difference)
         assert_at_rest(job.model)
         sw.unshard(job.model)
