@@ -3,6 +3,8 @@
     python benchmarks/wall.py --disk /a/folder/on/a/disk  # 1.36B, two ranks of 2 GiB
     python benchmarks/wall.py --disk DIR --ranks 1
     python benchmarks/wall.py --disk DIR --budget "1.2 GiB"     # buffers give way earlier
+    python benchmarks/wall.py --disk DIR --layers 1 --width 1024 --vocab 262144 --tile 4194304
+                                                         # one layer larger than all memory
     python benchmarks/wall.py --contender fsdp2 --layers 12 --width 864   # peers, at their sizes
     python benchmarks/wall.py --contender deepspeed --python PYTHON --disk DIR ...
 
@@ -41,6 +43,8 @@ def main() -> None:
     parser.add_argument("--budget", default="", help="tiers.device_bytes of the plan")
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--tile", type=int, help="tiling.numel of the plan; 0: no tiles")
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--python", default=sys.executable)
@@ -146,7 +150,12 @@ def work(job: dict[str, Any]) -> None:
     out = Path(job["out"])
     (out / "steps.jsonl").touch()
     dist.init_process_group("gloo")
-    config = GPTConfig(num_layers=job["layers"], width=job["width"], num_heads=job["width"] // 64)
+    config = GPTConfig(
+        num_layers=job["layers"],
+        width=job["width"],
+        num_heads=job["width"] // 64,
+        vocab=job["vocab"],
+    )
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(config).parameters())
     if job["rank"] == 0:
@@ -165,6 +174,8 @@ def work(job: dict[str, Any]) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     torch.manual_seed(0)  # so that plans can be compared
     step, predicted = BUILDERS[job["contender"]](job, GPT, config)
+    if job["tile"]:  # was initialised in a file, whose pages the system takes back when it needs to
+        Path("/proc/self/clear_refs").write_text("5")
     for number in range(1, job["steps"] + 1):
         begin = time.perf_counter()
         loss = torch.tensor(step(mine[:, :-1], mine[:, 1:]))
@@ -214,11 +225,13 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     if job["budget"]:
         budget = parse_bytes(job["budget"])
         plan = replace(plan, tiers=replace(plan.tiers, device_bytes=budget))
+    if job["tile"] is not None:
+        plan = replace(plan, tiling=replace(plan.tiling, numel=job["tile"]))
     with sw.deferred_init():
         model = kind(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     topology = Topology.parse(f"node={job['ranks']}")
-    saved = saved_bytes(lambda: kind(config), lambda model: model(*_rows(job)), plan)
+    saved = saved_bytes(lambda: kind(config), lambda model: model(*_rows(job)), plan, topology)
     spec = describe(model, plan, topology)
     kept = saved.held(plan.without_accelerator().activations)
     predicted = memory(plan, spec, topology, activations=kept).total

@@ -102,8 +102,7 @@ def mine(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def on_rank_0(make: Callable[[], Made]) -> Made:
-    """What rank 0 makes, on every rank: a reference that each rank made would cost as much as the
-    sharded runs."""
+    """What rank 0 makes, on every rank: a reference need not be computed by each."""
     made: list[Any] = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     return made[0]

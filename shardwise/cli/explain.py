@@ -77,7 +77,7 @@ def explain(
         model=_describe(model, chosen, topology),
         accumulate=accumulate,
         phase=phase or (Phase.ONLY if accumulate == 1 else Phase.LAST),
-        activations=_activations(model, chosen, micro_batch, seq),
+        activations=_activations(model, chosen, topology, micro_batch, seq),
     )
     check(chosen, topology, explanation.model)
     if as_json:
@@ -235,7 +235,7 @@ def _describe(name: str, plan: Plan, topology: Topology) -> ModelSpec:
     return describe(module, plan, topology)
 
 
-def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
+def _activations(name: str, plan: Plan, topology: Topology, micro_batch: int, seq: int) -> int:
     """What backward needs of the named model's forward under the plan, in its compute dtype."""
     import torch
 
@@ -254,7 +254,7 @@ def _activations(name: str, plan: Plan, micro_batch: int, seq: int) -> int:
         tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)
         return module(tokens, labels=tokens)
 
-    return saved_bytes(build, run, plan).held(plan.activations)
+    return saved_bytes(build, run, plan, topology).held(plan.activations)
 
 
 def _rests(rungs: Rungs) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.model.inspect import find_members
+from shardwise.core.topology import Topology
+from shardwise.model.inspect import Members, find_members
+from shardwise.model.projection import in_tiles
+from shardwise.model.tiling import cut
 from shardwise.plan.plan import Plan
 
 SMALL_BYTES = 1 << 16
@@ -56,17 +60,24 @@ class Saved:
 
 
 def saved_bytes(
-    build: Callable[[], nn.Module], run: Callable[[nn.Module], Any], plan: Plan | None = None
+    build: Callable[[], nn.Module],
+    run: Callable[[nn.Module], Any],
+    plan: Plan | None = None,
+    topology: Topology | None = None,
 ) -> Saved:
     """What autograd saves in ``run(model)``, parameters and buffers aside; units are the plan's.
 
-    Both callables run on fake tensors: shapes, dtypes and the choice of kernels are real, memory
-    is not touched.
+    With a topology, its layers are in the plan's tiles. Both callables run on fake tensors: shapes,
+    dtypes and the choice of kernels are real, memory is not touched.
     """
+    plan = plan or Plan()
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as installed:
         model = build()
         seen = _Seen({_storage(t) for t in (*model.parameters(), *model.buffers())})
-        for unit in find_members(model, plan or Plan())[1:]:
+        units = find_members(model, plan)
+        if topology is not None:
+            units = [unit for unit in cut(model, units, plan, topology) if not _tile(unit)]
+        for unit in units[1:]:
             for handle in (
                 unit.module.register_forward_pre_hook(seen.begin, with_kwargs=True),
                 unit.module.register_forward_hook(seen.end, always_call=True),
@@ -76,6 +87,15 @@ def saved_bytes(
             result = run(model)  # kept alive: storages must not be reused while counting
         del result
     return seen.summary()
+
+
+def _tile(unit: Members) -> bool:
+    """Whether a unit is a tile, whose layer computes in tiles from now on."""
+    if unit.whole is None:
+        return False
+    for layer in unit.whole.users:
+        layer.forward = partial(in_tiles, unit.whole, layer)  # type: ignore[method-assign]
+    return True
 
 
 @dataclass

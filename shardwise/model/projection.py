@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import UsageError
-from shardwise.model.tiling import Tile, check_range, linear, own_entries, rows_of
+from shardwise.model.tiling import Tile, Whole, check_range, embedding, linear, own_entries, rows_of
 
 _PROPERTIES = "shape dtype device requires_grad is_leaf grad_fn ndim layout is_cpu is_cuda is_meta"
 _METHODS = "size numel nelement dim ndimension is_floating_point is_complex register_hook __len__"
@@ -115,7 +116,8 @@ class Unread(torch.Tensor):
 
     @staticmethod
     def of(projected: Projected) -> "Unread":
-        with torch._C.DisableTorchFunctionSubclass():
+        # One number is real even where all others are fake, which cannot be of another class.
+        with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
             anchor = torch.zeros((), requires_grad=projected.requires_grad)
             unread = _Unread.apply(anchor, projected).as_subclass(Unread)
         assert isinstance(unread, Unread)
@@ -140,6 +142,22 @@ class Unread(torch.Tensor):
 
 def _read(value: Any) -> Any:
     return value.projected.compute() if isinstance(value, Unread) else value
+
+
+def in_tiles(
+    whole: Whole,
+    layer: nn.Module,
+    input: Tensor,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor:
+    """What a layer makes of its input with a weight in tiles."""
+    if isinstance(layer, nn.Embedding):
+        return embedding(whole.tiles, input, layer.padding_idx)
+    assert isinstance(layer, nn.Linear)
+    wants_loss = any(layer is other for other in whole.wants_loss)
+    if wants_loss and layer.training and torch.is_grad_enabled():
+        return Unread.output(whole.tiles, input, layer.bias, around)
+    return linear(whole.tiles, input, layer.bias)
 
 
 # --- what is done to the input instead ------------------------------------------------------------

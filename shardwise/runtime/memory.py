@@ -100,6 +100,20 @@ def _map_tiles(tiles: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * size).from_address(base)
 
 
+def return_large_blocks() -> None:
+    """From now on malloc takes blocks of a megabyte from the system, and gives them back (glibc).
+
+    It would keep freed blocks of up to 32 MiB, and between the outputs and gradients of many tiles
+    most of its heap was holes: 569 of 688 MB after a few steps with 16 tiles of 16 MiB.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+_M_MMAP_THRESHOLD = -3
+"""As in malloc.h."""
+
+
 def trim_heap() -> None:
     """Returns what malloc holds back to the system, where the C library can (glibc)."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

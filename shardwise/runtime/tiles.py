@@ -2,26 +2,27 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import UsageError
-from shardwise.model import tiling
-from shardwise.model.projection import Unread
+from shardwise.model.projection import in_tiles
 from shardwise.runtime import guard
 from shardwise.runtime.face import TiledFace
-from shardwise.runtime.runtime import Runtime, in_autograd
+from shardwise.runtime.memory import return_large_blocks
+from shardwise.runtime.runtime import Runtime
 
 
 def install(runtime: Runtime) -> None:
     """Makes the layers of tiled parameters compute in tiles; ``runtime.removers`` undo it."""
-    for face in runtime.faces:
-        if isinstance(face, TiledFace):
-            for layer in face.whole.users:
-                forward = _Forward(runtime, face, layer)
-                runtime.removers.append(forward.remove)
+    tiled = [face for face in runtime.faces if isinstance(face, TiledFace)]
+    for face in tiled:
+        for layer in face.whole.users:
+            forward = _Forward(runtime, face, layer)
+            runtime.removers.append(forward.remove)
+    if tiled:
+        return_large_blocks()
 
 
 class _Forward:
@@ -29,8 +30,7 @@ class _Forward:
 
     def __init__(self, runtime: Runtime, face: TiledFace, layer: nn.Module) -> None:
         self._runtime, self._face, self._layer = runtime, face, layer
-        self._whole: Callable[..., Any] = layer.forward
-        self._tiles = face.whole.tiles
+        self._whole: Callable[..., Tensor] = layer.forward
         functools.update_wrapper(self, layer.forward, updated=())
         layer.forward = self  # type: ignore[method-assign]
 
@@ -44,23 +44,11 @@ class _Forward:
     __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
 
     def __call__(self, input: Tensor) -> Tensor:
-        layer = self._layer
         if self._face.is_open:
             return self._with_whole(input)
-        if isinstance(layer, nn.Embedding):
-            return tiling.embedding(self._tiles, input, layer.padding_idx)
-        assert isinstance(layer, nn.Linear)
-        if self._may_stay_unread:
-            return Unread.output(self._tiles, input, layer.bias, self._runtime.late_forward)
-        return tiling.linear(self._tiles, input, layer.bias)
+        return in_tiles(self._face.whole, self._layer, input, self._runtime.late_forward)
 
-    @property
-    def _may_stay_unread(self) -> bool:
-        wants_loss = any(layer is self._layer for layer in self._face.whole.wants_loss)
-        trains = self._layer.training and torch.is_grad_enabled()
-        return wants_loss and trains and not in_autograd()
-
-    def _with_whole(self, input: Tensor) -> Any:
+    def _with_whole(self, input: Tensor) -> Tensor:
         """Inside ``full_params`` the user may have changed the values, so those count."""
         if torch.is_grad_enabled():
             raise UsageError(

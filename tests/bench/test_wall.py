@@ -51,6 +51,24 @@ class TestWall:
         assert result["outcome"] == "killed by the limit"
 
 
+@pytest.mark.skipif(not can_limit(), reason="control groups cannot be made here")
+class TestOneLayer:
+    """A layer of 67M parameters: 268 MB, and its gradient as much."""
+
+    OPTIONS = ("--layers", "1", "--width", "256", "--vocab", "262144", "--limit", "800 MiB")
+
+    def test_it_trains_in_tiles(self, tmp_path):
+        result = run(*self.OPTIONS, "--disk", str(tmp_path), "--tile", str(1 << 20))
+        assert result["outcome"] == "trains"
+        assert result["steps"][-1]["loss"] < result["steps"][0]["loss"]
+        assert result["peak_bytes"] < 4 * 256 * 262144  # less than the layer alone
+        assert not list(tmp_path.iterdir())
+
+    def test_as_a_whole_it_is_killed(self, tmp_path):
+        result = run(*self.OPTIONS, "--disk", str(tmp_path), "--tile", "0")
+        assert result["outcome"] == "killed by the limit"
+
+
 def test_no_memory_controller_is_told(tmp_path):
     with pytest.raises(UsageError, match="has no memory controller"):
         MemoryLimit("name", 1, root=tmp_path)

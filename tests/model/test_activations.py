@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.core.topology import Topology
 from shardwise.model.activations import SMALL_BYTES, Saved, saved_bytes
-from shardwise.plan.plan import Plan
+from shardwise.plan import presets
+from shardwise.plan.plan import Plan, Tiling
+from shardwise.train.gpt import GPT, GPTConfig
 
 PLAN = Plan(min_unit_numel=500)
+TWO = Topology.parse("node=2")
 WIDTH, LAYERS = 64, 6
 INPUT_BYTES = 512 * WIDTH * 4
 
@@ -90,7 +94,20 @@ def test_explain_follows_the_plans_activations():
     from shardwise.cli.explain import _activations
 
     held = [
-        _activations("gpt-tiny", replace(PLAN, activations=setting), 4, 128)
+        _activations("gpt-tiny", replace(PLAN, activations=setting), TWO, 4, 128)
         for setting in ("keep", "recompute", "nvme")
     ]
     assert held[0] > 2 * held[1] > 2 * held[2]
+
+
+def test_a_loss_in_tiles_saves_no_logits():
+    config = GPTConfig(num_layers=1, width=32, num_heads=1, vocab=5000)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    logits_bytes = 2 * 64 * 5000 * 4
+
+    def saved(numel: int) -> int:
+        plan = replace(presets.zero3(), tiling=Tiling(numel=numel))
+        return saved_bytes(lambda: GPT(config), lambda m: m(tokens, tokens), plan, TWO).total
+
+    assert saved(0) > logits_bytes
+    assert saved(10_000) < logits_bytes / 4

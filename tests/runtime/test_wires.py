@@ -135,7 +135,7 @@ def test_chunks_of_a_reduction_give_the_bits_of_the_whole(four):
 
 
 def lossy_plans(levels: str, wires: str, begin: int) -> list[Plan]:
-    """Some of the legal plans; the cases begin at different ones and so have all between them."""
+    """Some of the legal plans; the cases begin at different ones, so that few are in none."""
     topology = Topology.parse(levels)
     every = 6 if topology.world == 4 else 1
     plans = [wired(plan, *WIRES[wires]) for plan in legal_plans(topology)[begin::every]]
