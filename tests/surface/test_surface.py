@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from shardwise.cli import explain as explain_module
 from shardwise.cli.explain import explain
 from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
+from shardwise.core.topology import Topology
 from shardwise.plan.file import TABLES
 from shardwise.plan.plan import Plan
 from shardwise.plan.presets import PRESETS
@@ -43,6 +44,9 @@ PLAN_KEYS = {
     "tiers.nvme_bytes",
     "tiers.window_numel",
     "tiers.checksum",
+    "tiling",
+    "tiling.numel",
+    "tiling.loss",
     "units",
     "min_unit_numel",
     "overrides",
@@ -103,8 +107,8 @@ def test_preset_names() -> None:
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     """The command with a small model in place of a built one."""
 
-    def describe(name: str, plan: Plan, world: int) -> ModelSpec:
-        weight = ParamSpec("weight", (1000,), "float32")
+    def describe(name: str, plan: Plan, topology: Topology) -> ModelSpec:
+        weight, world = ParamSpec("weight", (1000,), "float32"), topology.world
         return ModelSpec(tuple(lay_out(unit, [weight], world) for unit in ("", "h.0", "h.1")))
 
     monkeypatch.setattr(explain_module, "_describe", describe)
