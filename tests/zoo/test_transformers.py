@@ -20,6 +20,7 @@ from shardwise.api import runtime_of
 from shardwise.model.deferred import recorder
 from shardwise.model.inspect import find_members
 from shardwise.model.units import unit_spec
+from shardwise.plan.plan import Tiling
 from shardwise.plan.presets import PRESETS
 from shardwise.runtime.unit import State
 from tests.harness import PRELOAD
@@ -120,10 +121,11 @@ def compare_training(name: str, model: nn.Module, plan: sw.Plan, levels: str, wh
     assert stats["extra_gathers"] == stats["late_reduces"] == stats["skipped_gathers"] == 0, stats
 
 
-def check_training(name: str, preset: str, levels: str, where: str) -> None:
+def check_training(name: str, preset: str, levels: str, where: str, tile: int = 0) -> None:
     case = CASES[name]
     model = make(case, seed=dist.get_rank())  # rank 0's values win
-    compare_training(name, model, plan_for(case, preset), levels, where)
+    plan = dataclasses.replace(plan_for(case, preset), tiling=Tiling(numel=tile))
+    compare_training(name, model, plan, levels, where)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_training_on_two_nodes_equals_one_process(preset, name, four, references
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_on_two_ranks_equals_one_process(name, two, references):
-    two.run(check_training, name, "zero3", "world=2", references)
+def test_training_in_tiles_on_two_ranks_equals_one_process(name, two, references):
+    two.run(check_training, name, "zero3", "world=2", references, tile=1500)
 
 
 def check_checkpointing(name: str, use_reentrant: bool, preset: str, where: str) -> None:

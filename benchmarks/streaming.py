@@ -1,0 +1,105 @@
+"""The optimizer step of states on a disk, beside what the disk and the memory alone would take.
+
+    python benchmarks/streaming.py --disk FOLDER
+
+One rank, every state on the disk: the step reads gradients, masters and both moments, and writes
+all but the gradients. In turns with it: fio with the same mix of reads and writes (its best setting
+counts), and the same update with all states in memory. The goal is the larger of the two.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import shardwise as sw
+from shardwise.api import runtime_of
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import Kind, Phase, Trigger
+from shardwise.train.gpt import GPT, GPTConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from disk import _Fio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--disk", required=True, help="a folder on a disk")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--fio", default="1m:4,4m:4,4m:16", help="block:depth[:threads]")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if shutil.which("fio") is None:
+        sys.exit("There is no fio here to compare with: install it (apt-get install fio).")
+    streamed, moved_bytes = build(args, sw.presets.infinity(args.disk))
+    in_memory, _ = build(args, sw.presets.zero1())
+    times: dict[str, list[float]] = {"streamed": [], "in memory": []}
+    settings = args.fio.split(",")
+    times |= {setting: [] for setting in settings}
+    with tempfile.TemporaryDirectory(prefix="streaming-", dir=args.disk) as folder:
+        file, size = f"{folder}/fio", 1 << 30
+        _Fio(settings[0], size, file).run("write")
+        for number in range(args.rounds + 1):
+            measured = {
+                "streamed": _timed(streamed),
+                "in memory": _timed(in_memory),
+                **{s: moved_bytes / _Fio(s, size, file).run("mixed") for s in settings},
+            }
+            for name, seconds in measured.items() if number else ():  # the first makes states
+                times[name].append(seconds)
+    best = min(settings, key=lambda setting: statistics.median(times[setting]))
+    ratios = [
+        step / max(disk, memory)
+        for step, disk, memory in zip(
+            times["streamed"], times[best], times["in memory"], strict=True
+        )
+    ]
+    if args.json:
+        print(json.dumps({"moved_bytes": moved_bytes, "seconds": times, "ratios": ratios}))
+        return
+    names = {"streamed": "streamed", "in memory": "in memory", best: f"fio alone, {best}"}
+    print(f"{moved_bytes / 1e9:.2f} GB a step, {args.rounds} rounds; median")
+    for key, name in names.items():
+        print(f"{name:<20}{statistics.median(times[key]):8.2f} s")
+    print(f"streamed / the larger of the others: {statistics.median(ratios):.2f}")
+
+
+def build(args: argparse.Namespace, plan: Plan) -> tuple[Callable[[], None], int]:
+    """The optimizer step of a model under a plan, and what it moves to and from tiers."""
+    config = GPTConfig(num_layers=args.layers, width=args.width, num_heads=args.width // 64)
+    with sw.deferred_init():
+        model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    sw.shard(model, optimizer, plan)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    model(tokens, labels=tokens).loss.backward()
+    runtime = runtime_of(model)
+    ops = [unit.op(Phase.ONLY, Trigger.STEP, Kind.STEP) for unit in runtime.units]
+
+    def step() -> None:
+        optimizer.step()
+        runtime.homes.settle()
+
+    return step, sum(op.moved_bytes for op in ops if op is not None)
+
+
+def _timed(step: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()
