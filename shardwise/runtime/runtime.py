@@ -87,6 +87,8 @@ class Runtime:
         self.backward = Backward(self)
         self.forward_depth = 0
         self._lone_depth = 0
+        self._traced: str | None = None
+        """What the trace shows as being computed."""
         self.trained_slots = [s for s in self.slots if s.spec.param.requires_grad]
         self.watch = Watch(self)
         self._walks: dict[str, Walk] = {}
@@ -134,7 +136,7 @@ class Runtime:
         return Phase.MIDDLE if self.accumulated else Phase.FIRST
 
     def _trace(self, name: str | None) -> None:
-        trace = active()
+        trace, self._traced = active(), name
         if trace is not None:
             trace.switch("compute", name)
 
@@ -184,7 +186,8 @@ class Runtime:
     def after_backward(self, unit: Unit, call: object) -> None:
         """Gradients left through the inputs of the call: its values are not needed any more."""
         unit.in_backward.discard(call)
-        self._trace(None)
+        if self._traced == f"backward {unit.name}":  # the next unit's may have begun
+            self._trace(None)
         kept = unit.hold is not None and unit.hold.kept
         if not kept or self.backward.took(unit):
             self._give_back_in_backward(unit)

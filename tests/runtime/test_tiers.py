@@ -1,6 +1,7 @@
 """States on a disk: the same training, nothing left behind, no more memory than planned."""
 
 import errno
+import json
 import os
 from collections import Counter
 from dataclasses import replace
@@ -447,6 +448,10 @@ def test_a_trace_shows_reads_beside_compute(tmp_path):
         "update blocks.0",
     ):
         assert what in text, what
+    spans = {e["name"]: e for e in json.loads(text)["traceEvents"] if e["ph"] == "X"}
+    earlier, later = spans["backward blocks.2"], spans["backward blocks.1"]
+    assert earlier["ts"] + earlier["dur"] == pytest.approx(later["ts"], abs=1)  # one after another
+    assert later["dur"] > 100  # microseconds: not ended by the end of the earlier one
 
 
 def test_export_and_loading_stream_from_and_to_the_disk(tmp_path):
