@@ -10,8 +10,8 @@ reads such a tensor gets its values, with their gradients, by computing it as a 
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardwise.core.errors import UsageError
 from shardwise.model.tiling import Tile, Whole, check_range, embedding, linear, own_entries, rows_of
 
 _PROPERTIES = "shape dtype device requires_grad is_leaf grad_fn ndim layout is_cpu is_cuda is_meta"
-_METHODS = "size numel nelement dim ndimension is_floating_point is_complex register_hook __len__"
+_METHODS = "size numel nelement dim ndimension is_floating_point is_complex __len__"
 _SHAPES = "view reshape flatten contiguous unsqueeze squeeze"
 _CASTS = {
     torch.Tensor.float: torch.float32,
@@ -41,6 +41,8 @@ class Projected:
 
     tiles: list[Tile]
     x: Tensor
+    version: int
+    """How often ``x`` had been written to when the layer was called."""
     bias: nn.Parameter | None
     around: Callable[[], AbstractContextManager[None]]
     """Entered while tiles are computed."""
@@ -64,13 +66,29 @@ class Projected:
 
     def compute(self) -> Tensor:
         """All of it."""
-        with self.as_called(), self.around():
+        with self.as_called():
             return _cast(linear(self.tiles, self.x, self.bias), self.casts)
 
-    def as_called(self) -> torch.autocast:
-        """Autocast as it was when the layer was called."""
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Tiles can be computed, with autocast as it was when the layer was called."""
+        self.check()
         on = self.autocast is not None
-        return torch.autocast(self.x.device.type, dtype=self.autocast, enabled=on)
+        with torch.autocast(self.x.device.type, dtype=self.autocast, enabled=on), self.around():
+            yield
+
+    def check(self) -> None:
+        """Raises if the input is not any more what the layer was called with."""
+        if self.x._version != self.version:
+            raise UsageError(
+                "The input of a tiled projection was changed in place before its logits were "
+                "used, which are computed with their loss; set tiling.loss = false in the plan."
+            )
+
+    def of(self, x: Tensor) -> "Projected":
+        """The same of another view of the input."""
+        self.check()
+        return replace(self, x=x, version=x._version)
 
 
 def _cast(value: Tensor, casts: tuple[torch.dtype, ...]) -> Tensor:
@@ -112,7 +130,7 @@ class Unread(torch.Tensor):
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if on else None
-        return Unread.of(Projected(tiles, x, bias, around, dtype))
+        return Unread.of(Projected(tiles, x, x._version, bias, around, dtype))
 
     @staticmethod
     def of(projected: Projected) -> "Unread":
@@ -132,12 +150,27 @@ class Unread(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], cls):
-            found = special(func, *args, **kwargs)
-            if found is not None:
+        if isinstance(args[0], cls):
+            _refuse_changes(getattr(func, "__name__", ""))
+            special = _SPECIAL.get(func)
+            if special is not None and (found := special(func, *args, **kwargs)) is not None:
                 return found
         args, kwargs = torch.utils._pytree.tree_map(_read, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _refuse_changes(name: str) -> None:
+    """Nothing can be written to values that do not exist, nor can a hook wait for their gradient.
+
+    To compute them now and change those would leave other views of the same logits as they were.
+    """
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place |= name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    if in_place or name in ("__setitem__", "__set__", "register_hook", "retain_grad"):
+        raise UsageError(
+            f"'{name}' on the logits of a tiled projection, which are computed tile by tile with "
+            "their loss, would be lost; set tiling.loss = false in the plan."
+        )
 
 
 def _read(value: Any) -> Any:
@@ -169,7 +202,7 @@ def _reshaped(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: An
     like = func(torch.empty(projected.shape, device="meta"), *args, **kwargs).shape
     if like[-1:] != projected.shape[-1:]:
         return None
-    return Unread.of(_with(projected, projected.x.reshape(*like[:-1], projected.x.shape[-1])))
+    return Unread.of(projected.of(projected.x.reshape(*like[:-1], projected.x.shape[-1])))
 
 
 def _indexed(func: Callable[..., Any], unread: Unread, index: Any) -> Unread | None:
@@ -186,7 +219,7 @@ def _indexed(func: Callable[..., Any], unread: Unread, index: Any) -> Unread | N
         return None
     if len(items) == projected.x.dim() and items[-1] != slice(None):
         return None
-    return Unread.of(_with(projected, projected.x[items]))
+    return Unread.of(projected.of(projected.x[items]))
 
 
 def _converted(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: Any) -> Any:
@@ -202,10 +235,6 @@ def _converted(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: A
         return unread
     casts = (*(projected.casts or (projected.dtype,)), dtype)
     return Unread.of(replace(projected, casts=casts))
-
-
-def _with(projected: Projected, x: Tensor) -> Projected:
-    return replace(projected, x=x)
 
 
 # --- cross entropy --------------------------------------------------------------------------------
@@ -244,7 +273,7 @@ def _row_losses(projected: Projected, target: Tensor, smoothing: float) -> Tenso
         return _Summary.apply(weight, *inputs, projected.casts, bool(smoothing))
 
     found = []
-    with projected.as_called(), projected.around():
+    with projected.as_called():
         for tile in projected.tiles:
             inside, own = own_entries(tile, target)
             bias = rows_of(projected.bias, tile)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.model.projection import Unread
 from shardwise.model.tiling import Tile
 from shardwise.runtime import grads, guard
 from shardwise.runtime.flat import ParamSlot
@@ -50,6 +51,8 @@ class Call:
         T5 hands one position bias from block to block: its gradient comes after all of them.
         """
         for tensor in tensors_in(outputs):
+            if isinstance(tensor, Unread):
+                continue  # its tiles have hooks of their own
             node = tensor.grad_fn if tensor.requires_grad else None
             if node is not None and self._inputs.get(id(tensor)) is not node:
                 tensor.register_hook(self._outputs_reached)

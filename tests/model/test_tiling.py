@@ -201,6 +201,45 @@ def test_a_reader_that_nobody_sees_is_refused():
         _Hidden.apply(unread).backward()
 
 
+def test_an_input_that_changes_is_noticed():
+    case = Projection(6)
+    x = case.x * 1
+    unread = Unread.output(case.tiles, x, case.bias)
+    rows = unread[:3]
+    x.add_(1)
+    for use in (lambda: unread + 1, lambda: F.cross_entropy(rows, TARGETS[:3]), lambda: unread[0]):
+        with pytest.raises(UsageError, match="was changed in place"):
+            use()
+
+
+def test_changes_in_place_are_refused():
+    unread, _ = Projection(6).both()
+
+    def divide(logits: torch.Tensor) -> None:
+        logits /= 2
+
+    def mask(logits: torch.Tensor) -> None:
+        logits[:, 0] = float("-inf")
+
+    def replace_data(logits: torch.Tensor) -> None:
+        logits.data = torch.zeros(6, ROWS)
+
+    for change in (
+        divide,
+        mask,
+        replace_data,
+        lambda z: z.clamp_(0, 1),
+        lambda z: z.register_hook(print),
+        lambda z: z.retain_grad(),
+    ):
+        with pytest.raises(UsageError, match=r"tiling\.loss = false"):
+            change(unread)
+    assert (~(unread > 0)).shape == (6, ROWS)
+    other = torch.zeros(6, ROWS, dtype=torch.float64)
+    other += unread
+    assert torch.isfinite(other).all()
+
+
 # --- what is cut ----------------------------------------------------------------------------------
 
 TWO = Topology.parse("node=2")
