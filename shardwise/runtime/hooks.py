@@ -35,7 +35,8 @@ class Call:
         It comes to leaves (a parameter of another unit, a recomputed call's inputs) as soon as
         their own gradient is complete, so that all of them must be reached.
         """
-        watched = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        tensors = [t for t in tensors_in(inputs) if not isinstance(t, Unread)]
+        watched = {id(t): t for t in tensors if t.requires_grad}
         computed = [tensor for tensor in watched.values() if not tensor.is_leaf]
         self.leaves_by_inputs = bool(watched)
         self._missing = 1 if computed else len(watched)
