@@ -155,7 +155,7 @@ class Unread(torch.Tensor):
             special = _SPECIAL.get(func)
             if special is not None and (found := special(func, *args, **kwargs)) is not None:
                 return found
-        args, kwargs = torch.utils._pytree.tree_map(_read, (args, kwargs))
+        args, kwargs = read((args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -173,8 +173,13 @@ def _refuse_changes(name: str) -> None:
         )
 
 
-def _read(value: Any) -> Any:
-    return value.projected.compute() if isinstance(value, Unread) else value
+def read(values: Any) -> Any:
+    """Nested values with every unread projection in them computed."""
+
+    def computed(value: Any) -> Any:
+        return value.projected.compute() if isinstance(value, Unread) else value
+
+    return torch.utils._pytree.tree_map(computed, values)
 
 
 def in_tiles(
@@ -184,6 +189,7 @@ def in_tiles(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """What a layer makes of its input with a weight in tiles."""
+    input = read(input)
     if isinstance(layer, nn.Embedding):
         return embedding(whole.tiles, input, layer.padding_idx)
     assert isinstance(layer, nn.Linear)

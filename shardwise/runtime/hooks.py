@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.model.projection import Unread
+from shardwise.model.projection import Unread, read
 from shardwise.model.tiling import Tile
 from shardwise.runtime import grads, guard
 from shardwise.runtime.flat import ParamSlot
@@ -35,8 +35,7 @@ class Call:
         It comes to leaves (a parameter of another unit, a recomputed call's inputs) as soon as
         their own gradient is complete, so that all of them must be reached.
         """
-        tensors = [t for t in tensors_in(inputs) if not isinstance(t, Unread)]
-        watched = {id(t): t for t in tensors if t.requires_grad}
+        watched = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
         computed = [tensor for tensor in watched.values() if not tensor.is_leaf]
         self.leaves_by_inputs = bool(watched)
         self._missing = 1 if computed else len(watched)
@@ -99,6 +98,8 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
         if unit.encloses:
             runtime.notice_interruption(running=1)
         calls.append(None)
+        # What goes into a unit is no loss: its logits are computed before the unit's own pass.
+        args, kwargs = read((args, kwargs))
         runtime.before_forward(unit)
         if unit.encloses:
             args, kwargs = _cast_inputs(runtime, (args, kwargs))
@@ -107,7 +108,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
             if not unit.external:
                 call.watch_inputs((args, kwargs))
             calls[-1] = call
-        return (args, kwargs) if unit.encloses else None
+        return args, kwargs
 
     def post(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:

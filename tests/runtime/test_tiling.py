@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import shardwise as sw
 from shardwise.api import runtime_of
@@ -320,6 +321,30 @@ def check_loss_inside_and_outside() -> None:
     with torch.no_grad():
         assert type(model.head(torch.zeros(1, 24, dtype=torch.float64))) is torch.Tensor
     sw.unshard(model)
+
+
+class Stem(UntiedGPT):
+    """Tiled layers outside of blocks whose output is no loss: for each other, and for blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(self.embed(tokens)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def check_outputs_that_are_no_loss(path: str) -> None:
+    plan = tiled(sw.presets.zero3())
+    check_parity(Stem, plan)
+    check_parity(Stem, replace(on_disk(plan, path), activations="nvme"))
+
+
+def test_outputs_that_are_no_loss(two, tmp_path):
+    two.run(check_outputs_that_are_no_loss, str(tmp_path))
 
 
 def test_losses_inside_and_outside_the_model(two):
