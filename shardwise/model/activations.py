@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
 from shardwise.model.inspect import Members, find_members
 from shardwise.model.projection import in_tiles
 from shardwise.model.tiling import cut
@@ -19,44 +20,6 @@ from shardwise.plan.plan import Plan
 
 SMALL_BYTES = 1 << 16
 """Inputs of units that are smaller stay in memory: moving them would cost more than they take."""
-IN_FLIGHT = 2
-"""At most this many inputs are in buffers on their way to a tier; the last ones stay there until
-backward takes them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """Bytes that backward needs of a forward; every storage counts once in each figure."""
-
-    total: int
-    """All that autograd saves when nothing is recomputed."""
-    root: int
-    """What it saves outside the calls of units: embeddings, the head, the loss."""
-    checkpoints: int
-    """The inputs of units' calls, which these are recomputed from, unless in ``root``."""
-    small: int
-    """Those of the checkpoints that never leave memory."""
-    largest_unit: int
-    """What one call of a unit saves beside its inputs: the largest of them."""
-    largest_input: int
-    """The inputs of one call that rest on a tier: the largest of them."""
-
-    def held(self, activations: str) -> int:
-        """What is in memory at most, at the beginning of a unit's backward, under a setting.
-
-        From a tier come the inputs of one unit, beside those in buffers.
-
-        >>> sizes = dict(root=10, checkpoints=40, small=4, largest_unit=30, largest_input=9)
-        >>> saved = Saved(total=200, **sizes)
-        >>> [saved.held(setting) for setting in ("keep", "recompute", "nvme")]
-        [200, 80, 71]
-        """
-        if activations == "keep":
-            return self.total
-        if activations == "recompute":
-            return self.root + self.checkpoints + self.largest_unit
-        moving = (1 + IN_FLIGHT) * self.largest_input
-        return self.root + self.small + self.largest_unit + moving
 
 
 def saved_bytes(

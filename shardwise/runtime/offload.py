@@ -22,7 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
-from shardwise.model.activations import IN_FLIGHT, SMALL_BYTES
+from shardwise.core.work import IN_FLIGHT
+from shardwise.model.activations import SMALL_BYTES
 from shardwise.runtime.runtime import Runtime
 from shardwise.tier.pool import PAGE_BYTES, Pool
 from shardwise.tier.store import Record, Store

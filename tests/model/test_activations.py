@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.core.topology import Topology
-from shardwise.model.activations import SMALL_BYTES, Saved, saved_bytes
+from shardwise.core.work import Saved
+from shardwise.model.activations import SMALL_BYTES, saved_bytes
 from shardwise.plan import presets
 from shardwise.plan.plan import Plan, Tiling
 from shardwise.train.gpt import GPT, GPTConfig
