@@ -69,7 +69,7 @@ def _build_plan(name: str, setting: Setting) -> Contender:
         model = _model(setting)
     optimizer = _adamw(model)
     sw.shard(model, optimizer, plan=plan_of(name, setting), levels=setting.levels)
-    return Contender(name, _plain_step(model, optimizer), runtime_of(model).grid.gathers.drain)
+    return Contender(name, _plain_step(model, optimizer), runtime_of(model).grid.drain)
 
 
 def _build_ddp(name: str, setting: Setting) -> Contender:

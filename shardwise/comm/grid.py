@@ -41,7 +41,7 @@ class Grid:
     gathers: Lane
     reduces: Lane
     outer: Lane
-    """Runs the last hop of encoded reductions; see ``runtime/carry.py``."""
+    """Runs the last hop of encoded reductions (see ``runtime/carry.py``), and refreshes."""
     labels: Labels
     limit_s: float
     _links: dict[tuple[str, Step], Link] = field(default_factory=dict)
@@ -88,6 +88,11 @@ class Grid:
 
     def link(self, lane: str, step: Step) -> Link:
         return self._links[lane, step]
+
+    def drain(self) -> None:
+        """Waits until no parameters travel: neither gathers nor refreshes."""
+        self.gathers.drain()
+        self.outer.drain()
 
     def end_lanes(self) -> None:
         """Ends the threads; for a model that nobody holds any more."""

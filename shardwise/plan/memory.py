@@ -276,8 +276,9 @@ def _optim(placed: _Placed, optim_words: int) -> int:
 
 
 def _climbs(units: list[_Placed]) -> int:
-    """The longest payload of a gather or a refresh, and the longest difference."""
-    payloads, differences = [0], [0]
+    """The longest payload of a gather and of a refresh, and the longest difference."""
+    payloads: dict[str, list[int]] = {"params": [0], "optim": [0]}
+    differences = [0]
     for unit in units:
         rungs, steps = unit.rungs, unit.rungs.ladder.steps
         climbs = ((0, rungs.params, "params"), (rungs.params, rungs.optim, "optim"))
@@ -289,11 +290,11 @@ def _climbs(units: list[_Placed]) -> int:
                     format = format_of(wire, steps[rung], dtype)
                     if format is None or steps[rung].size == 1:
                         continue
-                    payloads.append(payload_bytes(flat, rungs, rung, dtype, format))
+                    payloads[state].append(payload_bytes(flat, rungs, rung, dtype, format))
                     if format.delta:
                         words = unit.dtype_bytes("master", flat)
                         differences.append(unit.part_numel(flat, rungs.optim) * words)
-    return max(payloads) + max(differences)
+    return max(payloads["params"]) + max(payloads["optim"]) + max(differences)
 
 
 def _spread(placed: _Placed) -> int:

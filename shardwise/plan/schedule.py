@@ -13,6 +13,9 @@ from shardwise.core.topology import Topology
 from shardwise.core.wire import BLOCKS, Format, wire_bytes
 from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve, untiled
 
+REDUCTIONS_IN_FLIGHT = 2
+"""At most this many units' full gradients travel while another one is being filled."""
+
 
 class Phase(StrEnum):
     """Which pass of a step this is; accumulation makes the difference."""

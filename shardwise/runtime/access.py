@@ -57,7 +57,7 @@ def _fill(runtime: Runtime, face: TiledFace) -> None:
 
 def _write_back(runtime: Runtime, units: list[Unit]) -> None:
     """Rank 0's values become everybody's."""
-    runtime.grid.gathers.drain()
+    runtime.grid.drain()
     with torch.no_grad():
         for unit in units:
             for slot in unit.slots:
@@ -138,7 +138,7 @@ def _collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot
         rest, rung = (flat.part, unit.rungs.params)
         if flat.master is not None:
             unit.settle()
-            runtime.grid.gathers.drain()
+            runtime.grid.drain()
             rest, rung = flat.master, unit.rungs.optim
         with rest.use() as part:
             whole = _gather_whole(runtime, unit, flat, part, rung)

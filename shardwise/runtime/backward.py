@@ -14,7 +14,7 @@ import torch
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
-from shardwise.plan.schedule import Trigger
+from shardwise.plan.schedule import REDUCTIONS_IN_FLIGHT, Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.memory import trim_heap
@@ -22,9 +22,6 @@ from shardwise.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime
-
-IN_FLIGHT = 2
-"""At most this many units' full gradients travel while another one is being filled."""
 
 
 class Backward:
@@ -184,7 +181,7 @@ class Backward:
         runtime.grads_taken(unit)
 
     def _limit_in_flight(self) -> None:
-        while len(self._tickets) >= IN_FLIGHT:
+        while len(self._tickets) >= REDUCTIONS_IN_FLIGHT:
             self._tickets.pop(0).wait()
 
     def _finish_reductions(self) -> None:

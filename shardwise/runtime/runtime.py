@@ -546,7 +546,7 @@ class Runtime:
         if self.in_pass:
             raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
         slot.unit.settle()
-        self.grid.gathers.drain()
+        self.grid.drain()
         slot.flat.write(slot.spec, value)
         slot.unit.bump()
 
@@ -567,7 +567,7 @@ class Runtime:
             unit.hold, unit.leases = None, 0
             unit.free()
             unit.settle()
-        self.grid.gathers.drain()
+        self.grid.drain()
         for unit in self.units:
             unit.drop_fetched()
 

@@ -107,8 +107,10 @@ class Unit:
         """Whether using this unit takes a gather at all."""
         self.state = State.RESTING if self.travels else State.GATHERED
         self._ticket: Ticket = DONE
+        self._refreshed: Ticket = DONE
+        """The claim on updated values' way to P's part."""
         self._refreshing = False
-        """Whether updated values may still be on their way to P's part."""
+        """Whether they may still be on it."""
         self._kept_version = -1
         self._source: int | None = None
         """The rung that the gathers of the current pass start from, while that is fixed."""
@@ -158,6 +160,7 @@ class Unit:
         legs = [self._legs("gather", Kind.GATHER, i, hops) for i in range(len(flats))]
 
         def work(early: Early) -> None:
+            self._refreshed.wait()
             with span("gather", f"gather {self.name}"):
                 for i, flat in enumerate(flats):
                     flat.gather(legs[i], carrier, from_part=source is None)
@@ -176,8 +179,8 @@ class Unit:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        # A refresh that still runs writes what would be read: the gather comes after it in its
-        # lane, and reads then.
+        # A refresh that still runs writes what would be read: the gather waits for it, and reads
+        # then.
         if not self._refreshing:
             for flat in self.flats:
                 flat.prefetch()
@@ -224,23 +227,24 @@ class Unit:
     def refresh(self, op: Op | None, updated: Collection[Flat] = ()) -> None:
         """After the update: new values climb to P's rung, beside whatever comes next.
 
-        ``updated`` are the flats whose own elements of P are new already.
+        In a lane of their own: the gathers of the next forward begin when the first unit has its
+        new values, not when all have. ``updated`` are the flats whose own elements of P are new.
         """
         self.bump()
         flats = self.trained
-        carrier = self._carriers.gathers
+        carrier = self._carriers.outer.carrier
         if op is None:
             for flat in flats:
                 flat.refresh((), carrier, own_is_new=flat in updated)
             return
-        legs = [self._legs("gather", Kind.REFRESH, i, op.hops) for i in range(len(flats))]
+        legs = [self._legs("outer", Kind.REFRESH, i, op.hops) for i in range(len(flats))]
         if not self.travels:
             self._move(State.REFRESHING)
             guard.close(self._parameters())
         self._refreshing = True
 
         def work(early: Early) -> None:
-            with span("gather", f"refresh {self.name}"):
+            with span("refresh", f"refresh {self.name}"):
                 for i, flat in enumerate(flats):
                     flat.refresh(legs[i], carrier, own_is_new=flat in updated)
                     if i == len(flats) - 1:
@@ -248,9 +252,9 @@ class Unit:
                     finish(legs[i])
             self._refreshing = False
 
-        ticket = self._grid.gathers.submit(work)
+        self._refreshed = self._grid.outer.submit(work)
         if not self.travels:
-            self._ticket = ticket
+            self._ticket = self._refreshed
 
     # --- gradients ----------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def assert_replicas_agree(model, label: object) -> None:
     runtime = runtime_of(model)
     for unit in runtime.units:
         unit.settle()
-    runtime.grid.gathers.drain()
+    runtime.grid.drain()
     for unit in runtime.units:
         for flat in unit.flats:
             mine_here = (flat.part_at, flat.part.tensor.clone())
