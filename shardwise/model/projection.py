@@ -174,11 +174,13 @@ def _refuse_changes(name: str) -> None:
 
 
 def read(values: Any) -> Any:
-    """Nested values with every unread projection in them computed."""
+    """Nested values with every unread projection in them computed; the same object without one."""
 
     def computed(value: Any) -> Any:
         return value.projected.compute() if isinstance(value, Unread) else value
 
+    if not any(isinstance(leaf, Unread) for leaf in torch.utils._pytree.tree_leaves(values)):
+        return values
     return torch.utils._pytree.tree_map(computed, values)
 
 

@@ -99,7 +99,9 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
             runtime.notice_interruption(running=1)
         calls.append(None)
         # What goes into a unit is no loss: its logits are computed before the unit's own pass.
-        args, kwargs = read((args, kwargs))
+        # One by one: what forward may change must stay the caller's own object.
+        args = tuple(read(value) for value in args)
+        kwargs = {name: read(value) for name, value in kwargs.items()}
         runtime.before_forward(unit)
         if unit.encloses:
             args, kwargs = _cast_inputs(runtime, (args, kwargs))
