@@ -2,12 +2,14 @@
 
 A socket with a path works across network namespaces, so that commands never touch the links that
 are measured, and a rank's end is seen at once as the end of its connection. A rank says Hello;
-then it answers each Build with Ready, each Turn with Measured, or anything with Failed.
+then it answers each Build with Ready, each Turn with Measured, each Call with Returned, or anything
+with Failed.
 
 Imports no torch.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,15 @@ class Turn:
     contender: str
     warmup: int
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a function on all ranks at once."""
+
+    entry: str
+    """``module:function``."""
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,13 @@ class Measured:
     sent: Counted
     """By this rank's node on its slow link, all ranks of the node together."""
     received: Counted
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a called function answered."""
+
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Started by torchrun in a node of the cluster as `python -m shardwise.bench.worker SOCKET NODE`.
 """
 
+import importlib
 import os
 import sys
 import time
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 from shardwise.bench.cluster import INTERFACE, die_with_parent
 from shardwise.bench.messages import (
     Build,
+    Call,
     Counted,
     Failed,
     Hello,
     Leave,
     Measured,
     Ready,
+    Returned,
     Setting,
     Turn,
 )
@@ -69,6 +72,8 @@ def _serve(parent: Connection) -> None:
             parent.send(Ready())
         elif isinstance(message, Turn):
             parent.send(_train(entries[message.contender], message))
+        elif isinstance(message, Call):
+            parent.send(_call(message))
     dist.barrier()
 
 
@@ -95,6 +100,11 @@ def _train(entry: _Entry, turn: Turn) -> Measured:
     dist.barrier()
     seconds = time.perf_counter() - begin
     return Measured(seconds, loss, _count("tx") - sent, _count("rx") - received)
+
+
+def _call(message: Call) -> Returned:
+    module, _, function = message.entry.partition(":")
+    return Returned(getattr(importlib.import_module(module), function)(**message.arguments))
 
 
 def _run(entry: _Entry, steps: int) -> float:

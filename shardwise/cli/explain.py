@@ -17,6 +17,7 @@ from shardwise.plan.plan import Plan, Rungs, resolve
 from shardwise.plan.schedule import Event, Op, Phase, schedule
 from shardwise.plan.traffic import Traffic, Use, step_traffic
 from shardwise.plan.validate import check, spreads
+from shardwise.train.facts import facts_of
 from shardwise.train.metrics import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ TIER_TERMS = ("cpu", "nvme")
 def explain(
     plan: Annotated[str, typer.Argument(help="A preset's name or a plan's TOML file.")],
     model: Annotated[
-        str, typer.Option(help="gpt-tiny ... gpt-xl, transformers:gpt2, or a config.json.")
+        str,
+        typer.Option(help="gpt-small, llama3-8b, transformers:gpt2, or a config.json."),
     ] = "gpt-small",
     levels: Annotated[
         str, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
@@ -223,38 +225,13 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
 
 
 def _describe(name: str, plan: Plan, topology: Topology) -> ModelSpec:
-    """The named model's spec; built on the meta device, so that its size costs nothing."""
-    import torch
-
-    from shardwise.model.units import describe
-    from shardwise.train.config import ModelConfig
-    from shardwise.train.models import build_model
-
-    with torch.device("meta"):
-        module = build_model(ModelConfig(name=name))
-    return describe(module, plan, topology)
+    return facts_of(name).spec(plan, topology)
 
 
 def _activations(name: str, plan: Plan, topology: Topology, micro_batch: int, seq: int) -> int:
     """What backward needs of the named model's forward under the plan, in its compute dtype."""
-    import torch
-
-    from shardwise.model.activations import saved_bytes
-    from shardwise.train.config import ModelConfig
-    from shardwise.train.models import build_model
-
-    # Both half-precision dtypes take the same memory, and models are built in one of them.
-    compute = plan.precision.compute or "float32"
-    config = ModelConfig(name=name, dtype="bfloat16" if compute == "float16" else compute)
-
-    def build() -> torch.nn.Module:
-        return build_model(config)
-
-    def run(module: torch.nn.Module) -> object:
-        tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)
-        return module(tokens, labels=tokens)
-
-    return saved_bytes(build, run, plan, topology).held(plan.activations)
+    work = facts_of(name).work(micro_batch, seq, plan, topology)
+    return work.saved.held(plan.activations)
 
 
 def _rests(rungs: Rungs) -> dict[str, int]:

@@ -15,6 +15,7 @@ from shardwise.cli.common import print_error
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.inspect import inspect
+from shardwise.cli.probe import probe
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.core.errors import ShardwiseError, SyncError
@@ -33,6 +34,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(explain)
 app.command()(inspect)
+app.command()(probe)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -31,6 +31,7 @@ So the two bytes of a zero point buy more than the same bytes spent on smaller b
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 
 from shardwise.core.errors import PlanError
 
@@ -177,6 +178,7 @@ class Wire:
             raise PlanError(f"Wire '{self}' names a level twice.")
 
     @classmethod
+    @lru_cache(maxsize=256)  # plans are priced by the thousand, and have few wires
     def parse(cls, text: str) -> "Wire":
         """Reads ``int8`` (all levels), ``node=int8,world=int4/64``, both, or nothing (raw).
 

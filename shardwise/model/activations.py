@@ -1,8 +1,7 @@
 """How many bytes of activations a forward leaves for backward, without running it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.core.calls import SMALL_BYTES, Call, Forward, Input
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.model.inspect import Members, find_members
@@ -18,8 +18,7 @@ from shardwise.model.projection import in_tiles
 from shardwise.model.tiling import cut
 from shardwise.plan.plan import Plan
 
-SMALL_BYTES = 1 << 16
-"""Inputs of units that are smaller stay in memory: moving them would cost more than they take."""
+__all__ = ["SMALL_BYTES", "forward_of", "saved_bytes"]
 
 
 def saved_bytes(
@@ -28,12 +27,21 @@ def saved_bytes(
     plan: Plan | None = None,
     topology: Topology | None = None,
 ) -> Saved:
+    """What autograd saves in ``run(model)``, added up; see ``forward_of``."""
+    return forward_of(build, run, plan or Plan(), topology).saved
+
+
+def forward_of(
+    build: Callable[[], nn.Module],
+    run: Callable[[nn.Module], Any],
+    plan: Plan,
+    topology: Topology | None = None,
+) -> Forward:
     """What autograd saves in ``run(model)``, parameters and buffers aside; units are the plan's.
 
     With a topology, its layers are in the plan's tiles. Both callables run on fake tensors: shapes,
     dtypes and the choice of kernels are real, memory is not touched.
     """
-    plan = plan or Plan()
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as installed:
         model = build()
         seen = _Seen({_storage(t) for t in (*model.parameters(), *model.buffers())})
@@ -49,7 +57,7 @@ def saved_bytes(
         with torch.autograd.graph.saved_tensors_hooks(seen.save, lambda tensor: tensor):
             result = run(model)  # kept alive: storages must not be reused while counting
         del result
-    return seen.summary()
+    return seen.forward()
 
 
 def _tile(unit: Members) -> bool:
@@ -61,69 +69,50 @@ def _tile(unit: Members) -> bool:
     return True
 
 
-@dataclass
-class _Call:
-    """The outermost call of a unit."""
-
-    inputs: dict[int, torch.Tensor]
-    """By storage, and held: a storage must not be reused while counting."""
-    inner: dict[int, int] = field(default_factory=dict)
-    """What is saved in it, by storage."""
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(t.nbytes for t in self.inputs.values() if t.nbytes >= SMALL_BYTES)
-
-    @property
-    def inner_bytes(self) -> int:
-        return sum(size for storage, size in self.inner.items() if storage not in self.inputs)
-
-
 class _Seen:
-    """What was saved in a forward, and where."""
+    """What was given and saved in a forward, and where; told by storages in order of appearance."""
 
     def __init__(self, own: set[int]) -> None:
         self._own = own
-        self._root: dict[int, int] = {}
-        self._calls: list[_Call] = []
+        self._keys: dict[int, int] = {}
+        self._held: list[torch.Tensor] = []  # a storage must not be reused while counting
+        self._root: dict[Hashable, int] = {}
+        self._calls: list[Call] = []
+        self._inner: list[dict[Hashable, int]] = []
         self._depth = 0
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth == 1:  # units inside of it are recomputed with it
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            inputs = {_storage(t): t for t in tensors if _storage(t) not in self._own}
-            self._calls.append(_Call(inputs))
+            inputs: dict[Hashable, Input] = {
+                self._key(t): Input(t.nbytes, _storage_bytes(t))
+                for t in tensors
+                if _storage(t) not in self._own
+            }
+            self._inner.append({})
+            self._calls.append(Call(inputs, self._inner[-1]))
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in self._own:
-            saved = self._calls[-1].inner if self._depth else self._root
-            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            saved = self._inner[-1] if self._depth else self._root
+            saved[self._key(tensor)] = _storage_bytes(tensor)
         return tensor
 
-    def summary(self) -> Saved:
-        total = dict(self._root)
-        inputs: dict[int, torch.Tensor] = {}
-        for call in self._calls:
-            total |= call.inner
-            inputs |= {s: t for s, t in call.inputs.items() if s not in self._root}
-        small = [t for t in inputs.values() if t.nbytes < SMALL_BYTES]
-        return Saved(
-            total=sum(total.values()),
-            root=sum(self._root.values()),
-            checkpoints=_held_bytes(list(inputs.values())),
-            small=_held_bytes(small),
-            largest_unit=max((call.inner_bytes for call in self._calls), default=0),
-            largest_input=max((call.moved_bytes for call in self._calls), default=0),
-        )
+    def forward(self) -> Forward:
+        return Forward(self._root, tuple(self._calls))
 
-
-def _held_bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    def _key(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor)
+        return self._keys.setdefault(_storage(tensor), len(self._keys))
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

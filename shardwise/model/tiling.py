@@ -23,9 +23,8 @@ from torch.autograd.function import once_differentiable
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
 from shardwise.model.inspect import ROOT, Members
-from shardwise.plan.plan import Plan, resolve, tile_name
-from shardwise.plan.schedule import travels
-from shardwise.plan.validate import violations
+from shardwise.plan.plan import Plan, tile_name
+from shardwise.plan.tiles import cuts, may_cut, tile_rows
 
 
 class Tile(nn.Module):
@@ -96,13 +95,13 @@ class Whole:
 
 def cut(model: nn.Module, members: list[Members], plan: Plan, topology: Topology) -> list[Members]:
     """The units of a model with those of its tiles, each after the unit that it was cut from."""
-    if not plan.tiling.numel or violations(plan, topology):
-        return members  # an illegal plan is refused later, in more words
+    if not may_cut(plan, topology):
+        return members
     users = _users(model)
     found: list[Members] = []
     root = members[0]
     for unit in members:
-        if not travels(resolve(plan, topology, unit.name), plan.for_unit(unit.name)):
+        if not cuts(plan, topology, unit.name):
             found.append(unit)
             continue
         wholes = []
@@ -154,15 +153,12 @@ def _cut_one(name: str, unit: Members, users: list[nn.Module], plan: Plan) -> Wh
             "into tiles, whose gradients never come together; remove the hooks, or raise "
             "tiling.numel."
         )
-    rows, width = parameter.shape
-    count = -(-rows // max(1, plan.tiling.numel // width))
-    height = -(-rows // count)
     tiles = []
-    for start in range(0, rows, height):
-        part = parameter.detach()[start : start + height]
+    for rows in tile_rows(*parameter.shape, plan.tiling.numel):
+        part = parameter.detach()[rows.start : rows.stop]
         if part.is_meta:
             part = torch.empty_like(part)  # with a history of its own, which is none
-        tiles.append(Tile(nn.Parameter(part, requires_grad=parameter.requires_grad), start))
+        tiles.append(Tile(nn.Parameter(part, requires_grad=parameter.requires_grad), rows.start))
     outside = unit.name == ROOT or unit.module in users
     wants_loss = [
         user for user in users if plan.tiling.loss and outside and isinstance(user, nn.Linear)

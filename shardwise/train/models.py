@@ -28,7 +28,7 @@ def build_model(config: ModelConfig, *, dropout: bool = True) -> nn.Module:
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.name in SIZES:
         return _build_gpt(config, dtype)
-    if config.name.startswith(TRANSFORMERS_PREFIX) or _looks_like_path(config.name):
+    if is_of_transformers(config.name):
         return _build_transformers(config, dtype, dropout)
     near = difflib.get_close_matches(config.name, SIZES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -36,6 +36,12 @@ def build_model(config: ModelConfig, *, dropout: bool = True) -> nn.Module:
         f"there is no model {config.name!r}: {hint}use one of {', '.join(SIZES)}, "
         f"'{TRANSFORMERS_PREFIX}gpt2', or the path of a config.json"
     )
+
+
+def is_of_transformers(name: str) -> bool:
+    """Whether a name means a model of transformers: by its type, or the path of its config."""
+    is_path = "/" in name or name.endswith(".json") or Path(name).exists()
+    return is_path or name.startswith(TRANSFORMERS_PREFIX)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -129,10 +135,6 @@ def _switch_dropout_off(config: "PretrainedConfig") -> None:
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                 setattr(part, name, 0.0)
-
-
-def _looks_like_path(name: str) -> bool:
-    return "/" in name or name.endswith(".json") or Path(name).exists()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,221 @@
+"""A discrete-event engine: one program, lanes beside it, and resources that they share.
+
+The program (what a rank's main thread does) computes, submits jobs to lanes and waits for them. A
+lane runs its jobs in order, stage by stage. A stage takes its seconds while it is alone; stages
+that run at once and together ask for more than there is of a resource all slow down alike.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardwise.core.trace import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Something that takes time: how long alone, and what share of which resources."""
+
+    use: str
+    """What the time is for, in the words of ``Estimate.exposed``."""
+    seconds: float
+    needs: tuple[tuple[str, float], ...] = ()
+    """Resources and the share of each that it takes at full speed."""
+
+
+class Job:
+    """Stages in order, on one lane; may begin only after another job."""
+
+    __slots__ = ("after", "done", "lane", "name", "stages")
+
+    def __init__(
+        self, lane: str, name: str, stages: list[Stage], after: "Job | None" = None
+    ) -> None:
+        self.lane, self.name, self.stages, self.after = lane, name, stages, after
+        self.done = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The program is busy itself."""
+
+    name: str
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The program hands a job to its lane and goes on."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The program goes on when a job is done."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The program passes a point whose time is of interest."""
+
+    name: str
+
+
+Instruction = Compute | Submit | Wait | Mark
+
+EPSILON = 1e-12
+
+
+@dataclass
+class Run:
+    """What happened."""
+
+    marks: dict[str, float] = field(default_factory=dict)
+    uses: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By the mark that was passed last: seconds of the program by what they went for."""
+    spans: list[Span] = field(default_factory=list)
+
+
+class _Running:
+    """A stage under way, of a lane's job or (lane None) of the program."""
+
+    __slots__ = ("begun", "job", "left", "name", "stage", "track")
+
+    def __init__(self, track: str, name: str, stage: Stage, job: Job | None, now: float) -> None:
+        self.track, self.name, self.stage, self.job = track, name, stage, job
+        self.left, self.begun = stage.seconds, now
+
+
+SLOWED = "sharing"
+"""What the program loses to stages that run beside it on the same processors."""
+
+
+def run(program: Iterator[Instruction], *, spans: bool = False) -> Run:
+    """Runs a program to its end."""
+    return _Engine(program, spans=spans).run()
+
+
+class _Engine:
+    def __init__(self, program: Iterator[Instruction], *, spans: bool) -> None:
+        self._program, self._keeps_spans = program, spans
+        self._now = 0.0
+        self._queues: dict[str, deque[Job]] = defaultdict(deque)
+        self._running: dict[str, _Running] = {}
+        """By track: what is under way; the program's is the one named compute."""
+        self._stage_of: dict[str, int] = {}
+        self._waiting: Job | None = None
+        self._ended = False
+        self._result = Run()
+        self._mark = "begin"
+
+    def run(self) -> Run:
+        while True:
+            self._advance_program()
+            if not self._running:
+                break
+            self._pass_time()
+        assert self._ended, f"the program waits for {self._waiting}, which never comes"
+        self._result.marks["end"] = self._now
+        return self._result
+
+    def _advance_program(self) -> None:
+        """Runs instructions that take no time, until the program computes, waits or ends."""
+        if self._ended or "compute" in self._running:
+            return
+        if self._waiting is not None and not self._waiting.done:
+            return
+        self._waiting = None
+        for instruction in self._program:
+            if isinstance(instruction, Submit):
+                self._submit(instruction.job)
+            elif isinstance(instruction, Mark):
+                self._mark = instruction.name
+                self._result.marks[self._mark] = self._now
+            elif isinstance(instruction, Wait):
+                if not instruction.job.done:
+                    self._waiting = instruction.job
+                    return
+            elif instruction.stage.seconds > EPSILON:
+                stage = instruction.stage
+                self._running["compute"] = _Running(
+                    "compute", instruction.name, stage, None, self._now
+                )
+                return
+        self._ended = True
+
+    def _submit(self, job: Job) -> None:
+        self._queues[job.lane].append(job)
+        if len(self._queues[job.lane]) == 1:
+            self._begin(job.lane)
+
+    def _begin(self, lane: str) -> None:
+        """Begins the next stage of a lane, if there is one that may."""
+        queue = self._queues[lane]
+        while queue:
+            job = queue[0]
+            if job.after is not None and not job.after.done:
+                return
+            index = self._stage_of.get(lane, 0)
+            while index < len(job.stages) and job.stages[index].seconds <= EPSILON:
+                index += 1
+            if index < len(job.stages):
+                self._stage_of[lane] = index
+                self._running[lane] = _Running(lane, job.name, job.stages[index], job, self._now)
+                return
+            job.done = True
+            queue.popleft()
+            self._stage_of[lane] = 0
+            self._wake(job)
+
+    def _wake(self, done: Job) -> None:
+        """Other lanes may have waited for a job."""
+        for lane, queue in self._queues.items():
+            if queue and queue[0].after is done and lane not in self._running:
+                self._begin(lane)
+
+    def _pass_time(self) -> None:
+        running = list(self._running.values())
+        loads: dict[str, float] = defaultdict(float)
+        for one in running:
+            for resource, share in one.stage.needs:
+                loads[resource] += share
+        speeds = [
+            1.0 / max(1.0, max((loads[resource] for resource, _ in one.stage.needs), default=1.0))
+            for one in running
+        ]
+        step = min(one.left / speed for one, speed in zip(running, speeds, strict=True))
+        self._now += step
+        self._account(step, dict(zip((one.track for one in running), speeds, strict=True)))
+        for one, speed in zip(running, speeds, strict=True):
+            one.left -= step * speed
+            if one.left <= EPSILON * max(1.0, one.stage.seconds):
+                self._finish(one)
+
+    def _account(self, step: float, speeds: dict[str, float]) -> None:
+        """Says what the program spent the time on."""
+        if self._ended:
+            return
+        uses = self._result.uses.setdefault(self._mark, defaultdict(float))
+        own = self._running.get("compute")
+        if own is not None:
+            uses[own.stage.use] += step * speeds["compute"]
+            uses[SLOWED] += step * (1.0 - speeds["compute"])
+        elif self._waiting is not None:
+            # Whatever its lane does now is what the program waits for: perhaps an earlier job, or
+            # one on another lane that must come first.
+            lane, job = self._waiting.lane, self._queues[self._waiting.lane][0]
+            while lane not in self._running and job.after is not None:
+                lane, job = job.after.lane, self._queues[job.after.lane][0]
+            if lane in self._running:
+                uses[self._running[lane].stage.use] += step
+
+    def _finish(self, one: _Running) -> None:
+        del self._running[one.track]
+        if self._keeps_spans:
+            self._result.spans.append(Span(one.track, one.name, one.begun, self._now))
+        if one.job is not None:
+            self._stage_of[one.track] += 1
+            self._begin(one.track)

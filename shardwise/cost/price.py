@@ -1,0 +1,178 @@
+"""What an operation of the schedule costs on a cluster: its stages, each with what it occupies.
+
+[Note: Hops]
+A hop with measured curves takes what was measured. From rates it takes a ring's time: one latency
+for each of the other members, and the bytes at the share of the bandwidth that a rank has. What is
+encoded for a reduction goes all to all instead: every pair at once, after one latency.
+
+[Note: Flat collectives]
+Other systems run one collective over all ranks of a group, whatever links it crosses: a ring with
+as many latencies as ranks, whose bytes cross every level. ``flat`` prices them so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from shardwise.core.cluster import Cluster, ClusterError, LinkSpec
+from shardwise.core.wire import Format
+from shardwise.cost.engine import Stage
+from shardwise.plan.plan import Rungs
+from shardwise.plan.schedule import CHUNK_NUMEL, Hop, Op
+
+PROCESSOR = "processor"
+READ, WRITE, HOST = "read", "write", "host"
+MOST_CHUNKS = 4
+"""Chunks of an encoded reduction that are simulated one by one; more are as many longer ones."""
+
+Stages = list[Stage]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The prices of a cluster."""
+
+    cluster: Cluster
+    flat: bool = False
+    """See Note: Flat collectives."""
+
+    # --- hops ---------------------------------------------------------------------------------
+
+    def hop(self, use: str, hop: Hop, *, reduces: bool, direct: bool = False) -> Stage:
+        """One exchange, in a ring or (``direct``) all to all."""
+        link = self.cluster.level(hop.level)
+        curve = link.reduce if reduces else link.gather
+        if curve is not None:
+            seconds = curve.seconds(hop.sent_bytes)
+        else:
+            seconds = self._ring(link, hop.sent_bytes, 2 if direct else hop.size)
+        return Stage(use, seconds, self._needs(link))
+
+    def _ring(self, link: LinkSpec, sent_bytes: float, size: int) -> float:
+        assert link.bandwidth is not None
+        assert link.latency_s is not None
+        share = link.bandwidth / self.cluster.ranks_inside(link.name)
+        return link.latency_s * (size - 1) + sent_bytes / share
+
+    def _needs(self, link: LinkSpec) -> tuple[tuple[str, float], ...]:
+        needs = ((f"link {link.name}", 1.0),)
+        return (*needs, (PROCESSOR, link.busy)) if link.busy else needs
+
+    def hops(self, use: str, hops: Sequence[Hop], *, reduces: bool) -> Stages:
+        """Exchanges one after the other, or as one ring."""
+        if not self.flat or len(hops) < 2:
+            return [self.hop(use, hop, reduces=reduces) for hop in hops]
+        links = [self.cluster.level(hop.level) for hop in hops]
+        ranks = 1
+        steps = 0.0
+        for hop, link in sorted(
+            zip(hops, links, strict=True), key=lambda pair: self.cluster.ranks_inside(pair[1].name)
+        ):
+            if link.latency_s is None:
+                raise ClusterError(
+                    f"Level '{link.name}' of cluster '{self.cluster.name}' has no latency_s, which "
+                    "a flat collective needs; use a cluster of rates."
+                )
+            # Of the ring's steps, one a member crosses this level's link, the others lie inside.
+            steps = steps * hop.size + link.latency_s * (hop.size - 1)
+            ranks *= hop.size
+        slowest = max(
+            self._ring(link, hop.sent_bytes, 1) for hop, link in zip(hops, links, strict=True)
+        )
+        outermost = max(links, key=lambda link: self.cluster.ranks_inside(link.name))
+        return [Stage(use, steps + slowest, self._needs(outermost))]
+
+    # --- operations ---------------------------------------------------------------------------
+
+    def climb(self, use: str, op: Op, numel: int, rungs: Rungs) -> Stages:
+        """A gather or a refresh: encoded once a run of hops of one format, forwarded, decoded."""
+        stages: Stages = []
+        parts = rungs.ladder.parts
+        for format, group in groupby(op.hops, key=lambda hop: hop.format):
+            run = list(group)
+            if format is not None:
+                stages.append(self._code(use, format, numel // parts[run[0].step + 1]))
+            stages += self.hops(use, run, reduces=False)
+            if format is not None:
+                stages.append(self._code(use, format, numel // parts[run[-1].step], decodes=True))
+        return stages
+
+    def descend(
+        self, op: Op, numel: int, rungs: Rungs, *, overlaps: bool
+    ) -> list[tuple[Stages, Stages]]:
+        """A reduction chunk by chunk: its stages, and those of the last hop where that overlaps."""
+        use, hops = "reduce", op.hops
+        if not any(hop.format for hop in hops):
+            return [(self.hops(use, hops, reduces=True), [])]
+        chunks = max(1, -(-numel // CHUNK_NUMEL))
+        simulated = min(chunks, MOST_CHUNKS)
+        by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
+        last = [by_hop.pop()] if overlaps else []
+        return [(_joined(by_hop), _joined(last))] * simulated
+
+    def _chunk(self, hop: Hop, numel: int, rungs: Rungs, chunks: int, simulated: int) -> Stages:
+        """One hop of one of the simulated chunks, each of which stands for several."""
+        use, format = "reduce", hop.format
+        piece = Hop(hop.step, hop.level, hop.size, hop.sent_bytes // chunks, format)
+        travel = self.hop(use, piece, reduces=format is None, direct=format is not None)
+        travel = Stage(use, travel.seconds * chunks / simulated, travel.needs)
+        if format is None:
+            return [travel]
+        part = numel // rungs.ladder.parts[hop.step]
+        others = part * (hop.size - 1) // hop.size // simulated
+        return [
+            self._code(use, format, others),
+            travel,
+            self._code(use, format, others, decodes=True),
+        ]
+
+    def _code(self, use: str, format: Format, numel: int, *, decodes: bool = False) -> Stage:
+        seconds = self.cluster.device.code(format.kind, numel, decodes=decodes)
+        return Stage(use, seconds, ((PROCESSOR, 1.0),))
+
+    # --- tiers --------------------------------------------------------------------------------
+
+    def move(self, tier: str, nbytes: float, *, writes: bool) -> Stage:
+        """Bytes of one rank between a tier and memory, while all ranks of a node move theirs."""
+        if tier == "nvme":
+            disk = self.cluster.disk
+            if disk is None:
+                raise ClusterError(
+                    f"Cluster '{self.cluster.name}' has no disk in its description; add [disk], "
+                    "or probe it with --path."
+                )
+            rate = (disk.write if writes else disk.read) / self.cluster.ranks_per_node
+            return Stage("tier", nbytes / rate, (("disk", 1.0),))
+        host = self.cluster.host
+        if host is None:  # the device's memory is the host's
+            return Stage("tier", 0.0)
+        direction = WRITE if writes else READ
+        return Stage("tier", nbytes / host.bandwidth, ((f"{HOST} {direction}", 1.0),))
+
+    # --- the program's own ------------------------------------------------------------------------
+
+    def compute(self, dtype: str, flops: float, *, backward: bool) -> Stage:
+        seconds = self.cluster.device.compute(dtype, flops, backward=backward)
+        return Stage("compute", seconds, ((PROCESSOR, 1.0),))
+
+    def copy(self, nbytes: float) -> Stage:
+        return Stage("copies", self.cluster.device.copy.seconds(nbytes), ((PROCESSOR, 1.0),))
+
+    def update(self, numel: int, tier: str) -> Stage:
+        """The optimizer's own work, where the states rest: on the device unless that is the host's.
+
+        States on a disk are updated by the host where there is one.
+        """
+        curve = self.cluster.device.update
+        if tier != "device" and self.cluster.host is not None:
+            if self.cluster.host.update is None:
+                raise ClusterError(
+                    f"Cluster '{self.cluster.name}' does not say how fast its hosts update "
+                    "optimizer states; add host.update_rate."
+                )
+            curve = self.cluster.host.update
+        return Stage("update", curve.seconds(numel), ((PROCESSOR, 1.0),))
+
+
+def _joined(lists: list[Stages]) -> Stages:
+    return [stage for stages in lists for stage in stages]

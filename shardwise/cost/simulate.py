@@ -1,0 +1,463 @@
+"""A step of a plan on a cluster, simulated: the schedule's events, priced and run by the engine.
+
+The program below is the simulator's interpreter of the schedule, as ``runtime/runtime.py`` is that
+of a real step: it walks the same events, issues gathers as many units ahead, and lets as many
+reductions travel at once. What it does not know (flops, speeds) comes from Work and Cluster.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwise.core.cluster import Cluster
+from shardwise.core.layout import DTYPE_BYTES, ModelSpec, UnitSpec
+from shardwise.core.trace import Span
+from shardwise.core.work import Work
+from shardwise.cost.engine import SLOWED, Compute, Instruction, Job, Mark, Run, Stage, Submit, Wait
+from shardwise.cost.engine import run as run_program
+from shardwise.cost.price import PROCESSOR, Prices, Stages
+from shardwise.plan.memory import Memory, memory
+from shardwise.plan.plan import Plan, Rungs, has_master, resolve, untiled
+from shardwise.plan.schedule import (
+    REDUCTIONS_IN_FLIGHT,
+    Event,
+    Kind,
+    Op,
+    Phase,
+    Trigger,
+    outer_step,
+    part_bytes,
+    schedule,
+    trained_flats,
+)
+from shardwise.plan.traffic import step_phases
+
+USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SLOWED)
+"""What a step's time goes for: work, then what is exposed of transfers, then crowded processors."""
+WARM_UP_STEPS = 1
+"""A step overlaps the refresh of the one before it, so that the first is not like the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step takes, and what of it."""
+
+    plan: Plan
+    step_s: float
+    exposed: dict[str, float]
+    """Seconds by use, see USES; they sum up to ``step_s``."""
+    memory: Memory
+    tokens: int
+    """Of all ranks in a step."""
+    flops: float
+    """Of one rank in a step, nothing recomputed."""
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of one rank, as papers count them: without recomputation."""
+        return self.flops / self.step_s
+
+
+def simulate(
+    plan: Plan,
+    model: ModelSpec,
+    work: Work,
+    cluster: Cluster,
+    *,
+    accumulate: int = 1,
+    flat: bool = False,
+    spans: bool = False,
+) -> Estimate:
+    """A step of ``accumulate`` micro-batches of ``work`` on every rank of the cluster."""
+    steps = _Steps(plan, model, work, cluster, flat=flat)
+    phases = list(step_phases(min(accumulate, 3)).elements())
+    result = run_program(steps.program(phases), spans=spans)
+    step_s, exposed = _last_step(result)
+    if accumulate > 3:  # all in the middle are alike
+        begin, end = result.marks["middle"], result.marks["last"]
+        more = accumulate - 3
+        step_s += more * (end - begin)
+        for use, seconds in result.uses.get("middle", {}).items():
+            exposed[use] = exposed.get(use, 0.0) + more * seconds
+    topology = cluster.topology
+    needed = memory(
+        plan,
+        model,
+        topology,
+        accumulates=accumulate > 1,
+        activations=work.saved.held(plan.activations),
+    )
+    return Estimate(
+        plan=plan,
+        step_s=step_s,
+        exposed={use: exposed.get(use, 0.0) for use in USES},
+        memory=needed,
+        tokens=work.tokens * topology.world * accumulate,
+        flops=work.flops * accumulate,
+        spans=result.spans,
+    )
+
+
+def _last_step(result: Run) -> tuple[float, dict[str, float]]:
+    """The duration of the last step and what it went for."""
+    begin = result.marks["step"]
+    exposed: dict[str, float] = {}
+    for mark in ("step", "middle", "last"):
+        for use, seconds in result.uses.get(mark, {}).items():
+            exposed[use] = exposed.get(use, 0.0) + seconds
+    return result.marks["over"] - begin, exposed
+
+
+@dataclass
+class _Unit:
+    """A unit resolved, with what its operations cost."""
+
+    spec: UnitSpec
+    plan: Plan
+    rungs: Rungs
+    forward_flops: float
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(flat.numel for flat in self.spec.flats)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(flat.numel for flat in trained_flats(self.spec))
+
+    @cached_property
+    def update_numel(self) -> int:
+        return self.trained_numel // self.rungs.ladder.parts[self.rungs.optim]
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        """Of all gradients in full, as they are copied into the buffer that is reduced."""
+        dtypes = [(f, self.plan.precision.reduce_dtype(f.dtype)) for f in trained_flats(self.spec)]
+        return part_bytes(dtypes, self.rungs, 0)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        dtypes = [(f, self.plan.precision.compute_dtype(f.dtype)) for f in self.spec.flats]
+        return part_bytes(dtypes, self.rungs, self.rungs.keep)
+
+    @cached_property
+    def copy_out_bytes(self) -> int:
+        """What the update writes of P beside the master: the own elements in the compute dtype."""
+        precision = self.plan.precision
+        return sum(
+            flat.numel // self.rungs.ladder.parts[self.rungs.optim]
+            * DTYPE_BYTES[precision.compute_dtype(flat.dtype)]
+            for flat in trained_flats(self.spec)
+            if has_master(self.plan, self.rungs, flat.dtype)
+        )  # fmt: skip
+
+    @cached_property
+    def overlaps_outer(self) -> bool:
+        return outer_step(self.spec, self.rungs, self.plan) is not None
+
+
+class _Steps:
+    """The program of some steps."""
+
+    def __init__(
+        self, plan: Plan, model: ModelSpec, work: Work, cluster: Cluster, *, flat: bool
+    ) -> None:
+        self._plan, self._model, self._work = plan, model, work
+        self._topology = cluster.topology
+        self._prices = Prices(cluster, flat)
+        self._root = model.units[0].name
+        self._units = {
+            unit.name: _Unit(
+                unit,
+                plan.for_unit(unit.name),
+                resolve(plan, self._topology, unit.name),
+                _forward_flops(unit, model, work),
+            )
+            for unit in model.units
+        }
+        self._gathers: dict[str, Job] = {}
+        """The last gather of each unit."""
+        self._refreshes: dict[str, Job] = {}
+        self._fetches: dict[str, Job] = {}
+        self._writes: dict[str, Job] = {}
+        self._inputs: dict[str, Job] = {}
+        """Reads of units' inputs that rest on a tier."""
+        self._reductions: deque[list[Job]] = deque()
+        checkpoints = max(0, work.saved.checkpoints - work.saved.small)
+        self._input_bytes = checkpoints / max(1, len(work.forward_flops) - 1)
+
+    def program(self, phases: Sequence[Phase]) -> Iterator[Instruction]:
+        """Some steps; marks begin with the last one."""
+        events = {
+            phase: schedule(self._plan, self._model, self._topology, phase) for phase in phases
+        }
+        for step in range(WARM_UP_STEPS + 1):
+            last = step == WARM_UP_STEPS
+            if last:
+                yield Mark("step")
+            for phase in phases:
+                if last and phase in (Phase.MIDDLE, Phase.LAST):
+                    yield Mark(phase.value)
+                yield from self._pass(events[phase])
+        yield Mark("over")
+
+    def _pass(self, events: Sequence[Event]) -> Iterator[Instruction]:
+        forward = [event for event in events if event.trigger is Trigger.BEFORE_FORWARD]
+        backward = [event for event in events if event.trigger is Trigger.BEFORE_BACKWARD]
+        walk = _Walk(self, forward)
+        yield from walk.begin()
+        for event in events:
+            unit = self._units.get(event.unit)
+            if event.trigger is Trigger.BEFORE_FORWARD and unit is not None:
+                yield from walk.use(event, ahead=True)
+                if event.unit != self._root:
+                    yield self._compute("forward", unit, backward=False)
+            elif event.trigger is Trigger.AFTER_FORWARD and unit is not None:
+                if event.unit == self._root:
+                    yield self._compute("forward", unit, backward=False)
+                yield from self._after_forward(unit, event)
+            elif event.trigger is Trigger.BEFORE_BACKWARD and unit is not None:
+                if event.unit == self._root:
+                    walk = _Walk(self, backward)
+                    yield from walk.begin()
+                    yield self._compute("backward", unit, backward=True)
+                    continue
+                yield from walk.use(event, ahead=walk.is_fresh)
+                # The unit before it has given its buffer back by now: the next one may come.
+                yield from walk.gather_ahead()
+                yield from self._read_input(event.unit)
+                if self._plan.activations != "keep":
+                    yield self._compute("recompute", unit, backward=False)
+                yield self._compute("backward", unit, backward=True)
+            elif event.trigger is Trigger.GRADS_READY and unit is not None:
+                yield from self._reduce(unit, event)
+        while self._reductions:
+            for job in self._reductions.popleft():
+                yield Wait(job)
+        for event in events:
+            if event.trigger is Trigger.STEP:
+                yield from self._step(event)
+
+    # --- compute ------------------------------------------------------------------------------
+
+    def _compute(self, what: str, unit: _Unit, *, backward: bool) -> Compute:
+        flops = unit.forward_flops * (2 if backward else 1)
+        stage = self._prices.compute(self._work.dtype, flops, backward=backward)
+        return Compute(f"{what} {unit.spec.name}", stage)
+
+    def _after_forward(self, unit: _Unit, event: Event) -> Iterator[Instruction]:
+        if any(op.kind is Kind.KEEP for op in event.ops):
+            yield Compute(f"keep {unit.spec.name}", self._prices.copy(unit.kept_bytes))
+        tier = self._plan.activations
+        if tier in ("cpu", "nvme") and unit.spec.name != self._root:
+            stage = self._prices.move(tier, self._input_bytes, writes=True)
+            yield Submit(Job("activations", f"save {unit.spec.name}", [stage]))
+
+    def _read_input(self, name: str) -> Iterator[Instruction]:
+        """A unit's input from its tier, and the next one's on its way."""
+        tier = self._plan.activations
+        if tier not in ("cpu", "nvme"):
+            return
+        order = [unit for unit in reversed(self._model.order) if unit != self._root]
+        position = order.index(name)
+        for each in order[position : position + 2]:
+            if each not in self._inputs:
+                stage = self._prices.move(tier, self._input_bytes, writes=False)
+                self._inputs[each] = Job("inputs", f"load {each}", [stage])
+                yield Submit(self._inputs[each])
+        yield Wait(self._inputs.pop(name))
+
+    # --- parameters ---------------------------------------------------------------------------
+
+    def gather(self, event: Event) -> Iterator[Instruction]:
+        """What brings a unit's parameters to the full buffer."""
+        unit = self._units[event.unit]
+        for op in event.ops:
+            if op.kind is Kind.GATHER:
+                stages = self._prices.climb("gather", op, unit.numel, unit.rungs)
+                before = self._fetches.pop(event.unit, None) or self._refreshes.get(event.unit)
+                job = Job("gather", f"gather {event.unit}", stages, before)
+                self._gathers[event.unit] = job
+                yield Submit(job)
+
+    def fetch(self, event: Event) -> Iterator[Instruction]:
+        """What brings a unit's part of P from its tier, unless that is under way."""
+        fetch = next((op for op in event.ops if op.kind is Kind.FETCH), None)
+        if fetch is None or event.unit in self._fetches:
+            return
+        unit = self._units[event.unit]
+        stage = self._prices.move(unit.plan.params.tier, fetch.moved_bytes, writes=False)
+        before = self._refreshes.get(event.unit)
+        job = Job("fetch", f"fetch {event.unit}", [stage], before)
+        self._fetches[event.unit] = job
+        yield Submit(job)
+
+    def values(self, event: Event) -> Iterator[Instruction]:
+        """Waits until a unit's parameters are there."""
+        kinds = [op.kind for op in event.ops]
+        if Kind.GATHER not in kinds and (fetch := self._fetches.pop(event.unit, None)):
+            yield Wait(fetch)
+        for job in (self._gathers.get(event.unit), self._refreshes.get(event.unit)):
+            if job is not None:
+                yield Wait(job)
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def _reduce(self, unit: _Unit, event: Event) -> Iterator[Instruction]:
+        if not event.ops:
+            return
+        while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
+            for job in self._reductions.popleft():
+                yield Wait(job)
+        name = unit.spec.name
+        yield Compute(f"collect {name}", self._prices.copy(unit.grad_bytes))
+        jobs: list[Job] = []
+        for op in event.ops:
+            if op.kind is Kind.REDUCE:
+                jobs += self._descend(unit, op)
+            elif op.kind is Kind.SPREAD:
+                stages = self._prices.climb("reduce", op, unit.trained_numel, unit.rungs)
+                jobs.append(Job("reduce", f"spread {name}", stages))
+            elif op.kind is Kind.STORE:
+                stage = self._prices.move(unit.plan.grads.tier, op.moved_bytes, writes=True)
+                jobs.append(Job("store", f"store {name}", [stage], jobs[-1] if jobs else None))
+        for job in jobs:
+            yield Submit(job)
+        if jobs:
+            self._reductions.append(jobs)
+
+    def _descend(self, unit: _Unit, op: Op) -> list[Job]:
+        name = f"reduce {unit.spec.name}"
+        jobs: list[Job] = []
+        outer: list[Job] = []
+        chunks = self._prices.descend(
+            op, unit.trained_numel, unit.rungs, overlaps=unit.overlaps_outer
+        )
+        for index, (inner, last) in enumerate(chunks):
+            # Two chunks have memory: the next begins when the outer hop before the last is over.
+            after = outer[index - 2] if last and index >= 2 else None
+            jobs.append(Job("reduce", name, inner, after))
+            if last:
+                outer.append(Job("outer", name, last, jobs[-1]))
+                jobs.append(outer[-1])
+        return jobs
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> Iterator[Instruction]:
+        """The update of what is in memory at once, then unit by unit what streams."""
+        resident = [unit for unit in self._units.values() if unit.plan.optim.tier == "device"]
+        numel = sum(unit.update_numel for unit in resident)
+        copied = sum(unit.copy_out_bytes for unit in self._units.values())
+        update = self._prices.update(numel, "device")
+        yield Compute("update", _both(update, self._prices.copy(copied)))
+        self._gathers.clear()  # what was gathered is stale
+        self._refreshes.clear()
+        for op in event.ops:
+            unit = self._units[op.unit]
+            if op.kind is Kind.STEP:
+                yield from self._stream(unit, op)
+            elif op.kind is Kind.REFRESH:
+                yield from self._refresh(unit, op)
+
+    def _stream(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
+        """An update whose states rest elsewhere: reads, work and writes at once."""
+        tier = unit.plan.optim.tier
+        moving = next(
+            (
+                state.tier
+                for state in (unit.plan.optim, unit.plan.grads, unit.plan.params)
+                if state.tier != "device"
+            ),
+            None,
+        )
+        if moving is None:
+            return
+        name = unit.spec.name
+        jobs = []
+        for lane, writes in (("fetch", False), ("store", True)):
+            stage = self._prices.move(moving, op.moved_bytes / 2, writes=writes)
+            jobs.append(Job(lane, f"{'write' if writes else 'read'} states of {name}", [stage]))
+        for job in jobs:
+            yield Submit(job)
+        if tier != "device":
+            yield Compute(f"update {name}", self._prices.update(unit.update_numel, tier))
+        for job in jobs:
+            yield Wait(job)
+
+    def _refresh(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
+        stages = self._prices.climb("refresh", op, unit.trained_numel, unit.rungs)
+        if op.moved_bytes:
+            stages = [
+                *stages,
+                self._prices.move(unit.plan.params.tier, op.moved_bytes, writes=True),
+            ]
+        job = Job("outer", f"refresh {unit.spec.name}", stages)
+        self._refreshes[unit.spec.name] = job
+        yield Submit(job)
+
+
+class _Walk:
+    """A pass's uses in order: what is gathered ahead of which; see ``runtime/order.py``."""
+
+    def __init__(self, steps: _Steps, uses: Sequence[Event]) -> None:
+        self._steps, self._prefetch = steps, steps._plan.prefetch
+        self._root = next((event for event in uses if event.unit == steps._root), None)
+        self._order = [event for event in uses if event.unit != steps._root and event.ops]
+        self._used = self._issued = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        return self._used <= 1
+
+    def begin(self) -> Iterator[Instruction]:
+        if self._root is not None:
+            yield from self._steps.fetch(self._root)
+            yield from self._steps.gather(self._root)
+        yield from self._issue(self._prefetch)
+        yield from self._fetch_beyond()
+
+    def use(self, event: Event, *, ahead: bool) -> Iterator[Instruction]:
+        if event.ops and event.unit != self._steps._root:
+            self._used += 1
+            yield from self._issue(self._used)
+            if ahead:
+                yield from self.gather_ahead()
+        yield from self._steps.values(event)
+
+    def gather_ahead(self) -> Iterator[Instruction]:
+        yield from self._issue(self._used + self._prefetch)
+        yield from self._fetch_beyond()
+
+    def _issue(self, until: int) -> Iterator[Instruction]:
+        while self._issued < min(until, len(self._order)):
+            event = self._order[self._issued]
+            self._issued += 1
+            yield from self._steps.fetch(event)
+            yield from self._steps.gather(event)
+
+    def _fetch_beyond(self) -> Iterator[Instruction]:
+        for event in self._order[self._issued : self._issued + self._prefetch]:
+            yield from self._steps.fetch(event)
+
+
+def _forward_flops(unit: UnitSpec, model: ModelSpec, work: Work) -> float:
+    """A unit's share of its untiled unit's operations, by parameters."""
+    name = untiled(unit.name)
+    flops = work.forward_flops.get(name, 0.0)
+    members = [other.numel for other in model.units if untiled(other.name) == name]
+    return flops if len(members) == 1 else flops * unit.numel / max(1, sum(members))
+
+
+def _both(first: Stage, second: Stage) -> Stage:
+    """Two stages of the program as one."""
+    return Stage(first.use, first.seconds + second.seconds, ((PROCESSOR, 1.0),))
+
+
+__all__ = ["USES", "Estimate", "Stages", "simulate"]

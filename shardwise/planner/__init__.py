@@ -1,0 +1,1 @@
+"""Searching the space of plans for a model on a cluster."""

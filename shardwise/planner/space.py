@@ -1,0 +1,158 @@
+"""The space that is searched: partitionings, wires, tiers, activations, and how a batch is cut."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shardwise.core.cluster import Cluster
+from shardwise.core.errors import PlanError
+from shardwise.core.topology import Topology, divisors
+from shardwise.plan.plan import Plan, Precision, Tiers, resolve
+from shardwise.plan.validate import legal_plans, violations
+
+STATES = ("params", "grads", "optim")
+
+
+class Loss(StrEnum):
+    """What may be lost on the wire."""
+
+    NONE = "lossless"
+    """Nothing: every hop as the precision says."""
+    SAFE = "safe"
+    """What trained to within 0.3 % of the exact loss in ``benchmarks/quality.py``."""
+
+
+PARAM_WIRES = ("", "world=int8", "int8")
+GRAD_WIRES = ("", "int4,node=bf16", "int4,node=int8")
+OPTIM_WIRES = ("", "int4/delta")
+"""The formats that lose little enough, each measured there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a rank goes through its share of a global batch."""
+
+    micro: int
+    """Sequences at once."""
+    accumulate: int
+    """Micro-batches a step."""
+
+
+def batches(global_batch: int, world: int) -> list[Batch]:
+    """Every way to cut a global batch, the largest micro-batch first."""
+    if global_batch < 1 or global_batch % world:
+        raise PlanError(
+            f"A global batch of {global_batch} sequences cannot be divided evenly over {world} "
+            f"ranks; use a multiple of {world}."
+        )
+    share = global_batch // world
+    return [Batch(micro, share // micro) for micro in reversed(divisors(share))]
+
+
+def partitionings(topology: Topology, *, accumulates: bool) -> list[Plan]:
+    """Every legal (P, G, OS, keep); without accumulation G never rests, so one of each will do."""
+    plans = legal_plans(topology)
+    if accumulates:
+        return plans
+    seen: dict[tuple[str, str, str], Plan] = {}
+    for plan in plans:
+        key = (plan.params.spread, plan.optim.spread, plan.keep)
+        if key not in seen or plan.grads.spread == plan.optim.spread:
+            seen[key] = plan
+    return list(seen.values())
+
+
+def wirings(plan: Plan, topology: Topology, loss: Loss) -> Iterator[Plan]:
+    """A partitioning with every combination of formats that changes something of it."""
+    rungs = resolve(plan, topology, "")
+    steps = rungs.ladder.steps
+
+    def crosses(top: int, bottom: int) -> bool:
+        return any(step.size > 1 for step in steps[top:bottom])
+
+    lossy = loss is not Loss.NONE
+    gathers = PARAM_WIRES if lossy and crosses(0, rungs.params) else ("",)
+    reduces = GRAD_WIRES if lossy and crosses(0, rungs.bottom) else ("",)
+    refreshes = OPTIM_WIRES if lossy and crosses(rungs.params, rungs.optim) else ("",)
+    inner_only = not any(step.size > 1 and step.stride > 1 for step in steps)
+    seen = set()
+    for params in gathers:
+        for grads in reduces:
+            for optim in refreshes:
+                if inner_only and params == "world=int8":
+                    continue  # no such hop
+                wired = replace(
+                    plan,
+                    params=replace(plan.params, wire=params),
+                    grads=replace(plan.grads, wire=grads),
+                    optim=replace(plan.optim, wire=optim),
+                )
+                if wired not in seen and not violations(wired, topology):
+                    seen.add(wired)
+                    yield wired
+
+
+def leanest(plan: Plan, topology: Topology, loss: Loss) -> Plan:
+    """The wiring that sends least: no other one of the partitioning is faster on any link."""
+    *_, last = wirings(plan, topology, loss)
+    return last
+
+
+Placement = tuple[str, str, str]
+"""The tiers of P, G and OS."""
+
+
+def placements(cluster: Cluster, path: str) -> list[Placement]:
+    """Where states may rest, the least moved first.
+
+    Beyond the device only what the cluster has: host memory of its own, a disk with a path to it.
+    """
+    tiers = ["device"]
+    if cluster.host is not None and cluster.device.kind != "cpu":
+        tiers.append("cpu")
+    if cluster.disk is not None and path:
+        tiers.append("nvme")
+    # Where nobody knows how fast a host updates, OS stays on the device: an unknown is not zero.
+    updates = cluster.host is None or cluster.host.update is not None
+    depth = {tier: index for index, tier in enumerate(("device", "cpu", "nvme"))}
+    found = [
+        (params, grads, optim)
+        for params in tiers
+        for grads in tiers
+        for optim in (tiers if updates else tiers[:1])
+        # OS is the largest and used once a step; P is used twice a pass: it leaves last.
+        if depth[params] <= depth[grads] <= depth[optim]
+    ]
+    return sorted(found, key=lambda place: sum(depth[tier] for tier in place))
+
+
+def moved_further(one: Placement, other: Placement) -> bool:
+    """Whether a placement moves all that another one moves, and more."""
+    depth = {"device": 0, "cpu": 1, "nvme": 2}
+    pairs = [(depth[a], depth[b]) for a, b in zip(one, other, strict=True)]
+    return one != other and all(a >= b for a, b in pairs)
+
+
+def placed(plan: Plan, placement: Placement, path: str) -> Plan:
+    """A plan with its states on tiers."""
+    states = {
+        name: replace(getattr(plan, name), tier=tier)
+        for name, tier in zip(STATES, placement, strict=True)
+    }
+    tiers = Tiers(path=path) if "nvme" in placement or plan.activations == "nvme" else plan.tiers
+    return replace(plan, **states, tiers=tiers)
+
+
+def activation_settings(cluster: Cluster, path: str) -> list[str]:
+    """What may become of activations, the fastest first."""
+    found = ["keep", "recompute"]
+    if cluster.host is not None and cluster.device.kind != "cpu":
+        found.append("cpu")
+    if cluster.disk is not None and path:
+        found.append("nvme")
+    return found
+
+
+def mixed(dtype: str) -> Precision:
+    """Computing and reducing in a dtype, updating in float32."""
+    return Precision(compute=dtype, reduce=dtype, master="float32")

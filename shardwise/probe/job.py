@@ -1,0 +1,65 @@
+"""The probe as a job of several processes: what each rank runs for the command or a benchmark."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.cost.file import dump_cluster
+from shardwise.probe.cache import fresh_probe
+from shardwise.probe.probe import Progress, probe
+
+
+def work(
+    *,
+    levels: str | None = None,
+    dtype: str = "float32",
+    path: str | None = None,
+    quick: bool = False,
+    in_float32: bool = False,
+) -> str:
+    """For the ranks of a benchmark's cluster: the cluster as TOML, neither shown nor stored.
+
+    With ``in_float32`` bfloat16 products are computed in float32, as the benchmark does it.
+    """
+    if in_float32:
+        from shardwise.bench.matmul import compute_in_float32
+
+        compute_in_float32()
+    return dump_cluster(probe(levels, dtype=dtype, path=path, quick=quick))
+
+
+def command(
+    *, levels: str | None, dtype: str, path: str | None, quick: bool, visible: bool
+) -> dict[str, str | None]:
+    """For `shardwise probe`: the cluster as TOML and where it was stored; rank 0 shows progress."""
+    import torch.distributed as dist
+
+    with _shown(visible and (not dist.is_initialized() or dist.get_rank() == 0)) as progress:
+        cluster, file = fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)
+    return {"cluster": dump_cluster(cluster), "stored": str(file) if file else None}
+
+
+@contextmanager
+def _shown(visible: bool) -> Iterator[Progress | None]:
+    """Progress on standard error: a live bar on a terminal, a line a measurement elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, highlight=False)
+    if not visible:
+        yield None
+    elif not console.is_terminal:
+        yield lambda done, total, what: console.print(
+            f"probe {done + 1}/{total}  {what}", markup=False, soft_wrap=True
+        )
+    else:
+        columns = (
+            TextColumn("probe"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TimeElapsedColumn(), TextColumn("{task.description}", markup=False),
+        )  # fmt: skip
+        with Bar(*columns, console=console, refresh_per_second=4) as bar:
+            task = bar.add_task("starting ...", total=None)
+            yield lambda done, total, what: bar.update(
+                task, completed=done, total=total, description=what
+            )
+            bar.update(task, description="done")

@@ -1,0 +1,97 @@
+"""How much memory and disk there is for one rank: its share of what its host has."""
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from shardwise.comm.control import Control
+
+_GROUPS = Path("/sys/fs/cgroup")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What ranks have, agreed: the least of all."""
+
+    host_bytes: int
+    """Of the host's memory for one rank, beside what its process takes anyway."""
+    ranks_on_host: int
+    """The most that share one host; emulated nodes share one as well."""
+
+
+def find_room(control: Control) -> Room:
+    """Asks the system and the control groups; collective."""
+    group, limit = _memory_limit()
+    mine = torch.tensor([_number(_host()), _number(f"{_host()} {group}")])
+    rows = control.exchange(mine, "hosts of a probe")
+    on_host, in_group = (rows == mine).sum(0).tolist()
+    memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    share = memory.available // on_host
+    if limit is not None:
+        share = min(share, max(limit // in_group - own, limit // in_group // 2))
+    figures = torch.tensor([-share, on_host])
+    most = control.highest(figures, "memory of a probe").tolist()
+    return Room(-most[0], most[1])
+
+
+def device_bytes(control: Control, device: torch.device) -> int:
+    """The device's own memory that is free, on the rank that has least."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return -int(control.highest(torch.tensor([-free]), "device memory of a probe").item())
+
+
+def _host() -> str:
+    try:
+        return f"{platform.node()} {_BOOT.read_text(encoding='ascii')}"
+    except OSError:
+        return platform.node()
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _memory_limit() -> tuple[str, int | None]:
+    """The tightest control group that this process is in, and its limit; None where none limits."""
+    tightest: tuple[str, int | None] = ("", None)
+    for group in _own_groups():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                text = (group / name).read_text(encoding="ascii").strip()
+            except OSError:
+                continue
+            limit = int(text) if text.isdecimal() else None
+            if limit is not None and limit < (tightest[1] or psutil.virtual_memory().total):
+                tightest = (str(group), limit)
+    return tightest
+
+
+def _own_groups() -> list[Path]:
+    """The process's control groups for memory, in both versions, with those that they are in."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = _GROUPS / controllers
+        inner = root / path.lstrip("/")
+        found += [inner, *(above for above in inner.parents if above.is_relative_to(root))]
+        found.append(root)  # in a container the path may not exist, but the root is its own group
+    return found
+
+
+def free_disk_bytes(path: Path, control: Control) -> int:
+    """What is free at a path, on the rank that finds least."""
+    facts = os.statvfs(path)
+    free = facts.f_bavail * facts.f_frsize
+    return -int(control.highest(torch.tensor([-free]), "disk of a probe").item())

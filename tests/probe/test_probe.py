@@ -1,0 +1,282 @@
+"""The probe: what it measures, that ranks agree on it, how it is stored, and the command."""
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.cli.main import run
+from shardwise.core.cluster import Cluster, Curve
+from shardwise.cost.file import dump_cluster, load_cluster, parse_cluster
+from shardwise.probe import room
+from shardwise.probe.scope import FULL, QUICK, Scope
+from tests import harness
+
+harness.PRELOAD += ["shardwise.probe.cache"]
+pytestmark = pytest.mark.timeout(120)
+KINDS = {"fp32", "bf16", "fp16", "int8", "int4"}
+
+
+def curves(cluster: Cluster) -> list[Curve]:
+    device = cluster.device
+    links = [curve for level in cluster.levels for curve in (level.gather, level.reduce)]
+    many = (device.forward, device.backward, device.encode, device.decode)
+    found = [curve for curves in many for curve in curves.values()]
+    return [*(curve for curve in links if curve), *found, device.update, device.copy]
+
+
+def probe_quickly(levels: str | None = None, path: str | None = None) -> str:
+    return dump_cluster(sw.probe(levels, path=path, quick=True))
+
+
+def check(text: str, levels: str) -> Cluster:
+    cluster = parse_cluster(text)
+    assert dump_cluster(cluster) == text
+    assert str(cluster.topology) == levels
+    for level in cluster.levels:
+        assert (level.gather is not None) == (level.reduce is not None) == (level.size > 1)
+        assert 0 <= level.busy <= 1.5
+    for curve in curves(cluster):
+        assert all(a[1] <= b[1] for a, b in pairwise(curve.points))  # more never takes less
+    assert "float32" in cluster.device.forward
+    assert set(cluster.device.forward) == set(cluster.device.backward)
+    assert set(cluster.device.encode) == set(cluster.device.decode) == KINDS
+    assert 0 < cluster.device.memory_bytes < 1 << 50
+    assert cluster.host is None  # of CPUs it is the same memory
+    return cluster
+
+
+class TestProbe:
+    def test_two_ranks_of_one_node(self, two: harness.Workers, tmp_path: Path) -> None:
+        texts = two.run(probe_quickly, path=str(tmp_path))
+        assert texts[0] == texts[1]
+        cluster = check(texts[0], "node=2,world=1")
+        assert cluster.level("node").source == "shared memory"
+        sent = [amount for amount, _ in cluster.level("node").gather.points]
+        assert sent == list(QUICK.sent_bytes)
+        assert cluster.disk is not None
+        assert cluster.disk.read > 0
+        assert cluster.disk.write > 0
+        assert not list(tmp_path.iterdir())  # the store is gone
+
+    def test_two_nodes_of_one_rank(self, two: harness.Workers) -> None:
+        texts = two.run(probe_quickly, "node=1,world=2")
+        assert texts[0] == texts[1]
+        check(texts[0], "node=1,world=2")
+
+    def test_one_rank(self, one: harness.Workers) -> None:
+        (text,) = one.run(probe_quickly)
+        check(text, "node=1,world=1")
+        (text,) = one.run(probe_quickly, "world=1")
+        check(text, "world=1")
+
+    def test_ranks_share_a_host_and_its_memory(self, two: harness.Workers) -> None:
+        shares = two.run(share)
+        assert shares[0] == shares[1]
+        assert shares[0][1] == 2
+        assert shares[0][0] <= shares[0][2] / 2
+
+    def test_a_folder_that_is_none_is_an_error_on_all_ranks(self, two: harness.Workers) -> None:
+        for sentence in two.run(refused, path="/nowhere/at/all"):
+            assert "/nowhere/at/all is no folder" in sentence
+
+    def test_a_dtype_that_is_none(self, two: harness.Workers) -> None:
+        for sentence in two.run(refused, dtype="int3"):
+            assert sentence.startswith("'int3' is no dtype")
+
+    def test_the_users_random_numbers_stay(self, one: harness.Workers) -> None:
+        assert one.run(random_numbers) == [True]
+
+    def test_sw_probe_can_be_called_whatever_was_imported(self) -> None:
+        import shardwise.probe.scope  # noqa: F401
+
+        assert callable(sw.probe)
+
+
+def share() -> tuple[int, int, int]:
+    import psutil
+
+    from shardwise.comm.control import Control
+
+    control = Control(2, int(os.environ["RANK"]), 60.0)
+    found = room.find_room(control)
+    control.close()
+    return found.host_bytes, found.ranks_on_host, psutil.virtual_memory().total
+
+
+def refused(**arguments: Any) -> str:
+    with pytest.raises(sw.UsageError) as raised:
+        sw.probe(quick=True, **arguments)
+    return str(raised.value)
+
+
+def random_numbers() -> bool:
+    import torch
+
+    before = torch.random.get_rng_state()
+    sw.probe(quick=True)
+    return torch.equal(before, torch.random.get_rng_state())
+
+
+class TestSweep:
+    """Which amounts are measured, with a device that takes as long as it is told."""
+
+    def points(self, bytes_per_s: float, scope: Scope = FULL) -> tuple[tuple[float, float], ...]:
+        import torch
+
+        from shardwise.comm.control import Control
+        from shardwise.probe.clock import Clock
+
+        clock = Clock(Control(1, 0, 1.0), torch.device("cpu"), scope)
+        return clock.sweep(scope.sent_bytes, lambda n: (n, n / bytes_per_s)).points
+
+    def test_a_fast_link_is_measured_to_the_end(self) -> None:
+        assert [amount for amount, _ in self.points(1e9)] == list(FULL.sent_bytes)
+
+    def test_a_slow_link_ends_where_patience_does(self) -> None:
+        *others, last = self.points(3e6)
+        assert [amount for amount, _ in others] == list(FULL.sent_bytes[:3])
+        assert last[1] == pytest.approx(FULL.patience_s, rel=0.01)
+
+    def test_a_hopeless_link_still_has_a_curve(self) -> None:
+        assert len(self.points(100)) == 2
+
+    def test_batches_of_short_calls_and_few_long_ones(self) -> None:
+        import torch
+
+        from shardwise.comm.control import Control
+        from shardwise.probe.clock import Clock
+
+        for seconds, batches in ((1e-4, [200] * 5), (0.5, [1] * 3)):
+            clock, asked = Clock(Control(1, 0, 1.0), torch.device("cpu"), FULL), []
+
+            def lap(count: int, asked: list = asked, seconds: float = seconds) -> tuple[float]:
+                asked.append(count)
+                return (seconds,)
+
+            assert clock.measure(lap) == [seconds]
+            assert asked[-len(batches) :] == batches
+
+
+class TestRoom:
+    def test_the_tightest_control_group_counts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inner = tmp_path / "a" / "b"
+        inner.mkdir(parents=True)
+        (inner / "memory.max").write_text("max\n")
+        (inner.parent / "memory.max").write_text("1000000\n")
+        (tmp_path / "memory.max").write_text("2000000\n")
+        monkeypatch.setattr(room, "_own_groups", lambda: [inner, inner.parent, tmp_path])
+        assert room._memory_limit() == (str(inner.parent), 1000000)
+
+    def test_no_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(room, "_own_groups", list)
+        assert room._memory_limit() == ("", None)
+
+
+class TestCache:
+    def test_hit_and_miss(self, two: harness.Workers, tmp_path: Path) -> None:
+        first = two.run(cached, str(tmp_path))
+        assert len(list((tmp_path / "shardwise").glob("probe-*.toml"))) == 1
+        assert first[0] == first[1] == two.run(cached, str(tmp_path))[1]
+        two.run(cached, str(tmp_path), "node=1,world=2")
+        files = sorted((tmp_path / "shardwise").iterdir(), key=lambda file: file.stat().st_mtime)
+        assert len(files) == 2
+        files[0].write_text("name = 3\n")  # neither whole nor ours: measured again
+        assert two.run(cached, str(tmp_path))[0] == files[0].read_text()
+
+    def test_a_folder_that_cannot_be_written(self, one: harness.Workers, tmp_path: Path) -> None:
+        (tmp_path / "shardwise").write_text("a file where the folder would be")
+        (text,) = one.run(cached, str(tmp_path))
+        check(text, "node=1,world=1")
+
+
+def cached(folder: str, levels: str | None = None) -> str:
+    os.environ["XDG_CACHE_HOME"] = folder
+    from shardwise.probe.cache import cached_probe
+
+    return dump_cluster(cached_probe(levels, quick=True))
+
+
+class TestCommand:
+    def test_it_writes_the_cluster(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        file = tmp_path / "cluster.toml"
+        arguments = ["probe", "--quick", "-o", str(file), "--workers", "2", "--json"]
+        assert run(arguments) == 0
+        answer = json.loads(capsys.readouterr().out)
+        check(file.read_text(), "node=2,world=1")
+        stored = next((tmp_path / "cache" / "shardwise").iterdir())
+        assert answer["written"] == [str(file), str(stored)]
+        assert stored.read_text() == file.read_text()
+        assert answer["cluster"]["levels"][0]["name"] == "node"
+
+    def test_it_prints_for_people(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from shardwise.cli.probe import _finish
+
+        _finish({"cluster": dump_cluster(example()), "stored": "/there/probe.toml"}, None, False)
+        printed = capsys.readouterr().out
+        for text in (
+            "level world",
+            "shared memory",
+            "GFLOP/s",
+            "int4",
+            "elements/s",
+            "reads 2 GB/s",
+        ):
+            assert text in printed
+        assert "written: /there/probe.toml" in printed
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["-o", "{folder}/no/cluster.toml"], "no/cluster.toml cannot be written: No such file"),
+            (["-o", "{folder}"], "is a folder; give the name of a .toml file"),
+            (["--dtype", "int3"], "'int3' is no dtype that shardwise probe measures; use float32"),
+            (["--levels", "node"], "is not NAME=SIZE"),
+            (["--path", "{folder}/no"], "is no folder; give one on a local disk"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence_before_anything_is_measured(
+        self,
+        arguments: list[str],
+        message: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        from shardwise.train import launch
+
+        monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("something was measured"))
+        arguments = [argument.format(folder=tmp_path) for argument in arguments]
+        assert run(["probe", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert len(captured.err.splitlines()) == 1
+        assert not list(tmp_path.iterdir())
+
+
+def example() -> Cluster:
+    line = [[1000.0, 0.001], [2000.0, 0.002]]
+    table = {
+        "name": "an example",
+        "levels": [
+            {"name": "node", "size": 1},
+            {"name": "world", "size": 2, "gather": line, "reduce": line, "source": "shared memory"},
+        ],
+        "device": {
+            "name": "a CPU", "kind": "cpu", "memory": 10**9, "flops": {"float32": 1e9},
+            "update": line, "copies": line, "encode": {"int4": line}, "decode": {"int4": line},
+        },
+        "disk": {"size": 10**12, "read": 2e9, "write": 1e9},
+    }  # fmt: skip
+    import tomli_w
+
+    return load_cluster(parse_cluster(tomli_w.dumps(table)))
