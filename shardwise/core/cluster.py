@@ -88,8 +88,8 @@ class LinkSpec:
     reduce: Curve | None = None
     """Likewise of a reduce hop, with the summing."""
     busy: float = 0.0
-    """How much of a rank's processors a running hop takes from the compute: 0 none, 1 as much as
-    compute itself. Devices that have engines of their own for transfers have 0."""
+    """How much of a host's processors the hops of its ranks take while they run: 0 none, 1 all.
+    Devices that have engines of their own for transfers have 0."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -122,6 +122,9 @@ class Device:
     encode: Mapping[str, Curve] = field(default_factory=dict)
     """By kind of wire format: seconds by elements."""
     decode: Mapping[str, Curve] = field(default_factory=dict)
+    share: float = 1.0
+    """How much of a host's processors the compute of its ranks takes; what it leaves is for hops.
+    Of devices with processors of their own: all."""
     source: str = ""
 
     def compute(self, dtype: str, flops: float, *, backward: bool = False) -> float:

@@ -60,6 +60,7 @@ class DeviceTable(_Table):
     copies: Points | None = None
     encode: dict[str, Points] = {}
     decode: dict[str, Points] = {}
+    share: float = 1.0
     source: str = ""
 
 
@@ -233,6 +234,7 @@ def _device(table: DeviceTable) -> Device:
         copy=copies,
         encode=encode,
         decode=decode,
+        share=table.share,
         source=table.source,
     )
 

@@ -36,6 +36,10 @@ class Prices:
     flat: bool = False
     """See Note: Flat collectives."""
 
+    @property
+    def _processor(self) -> tuple[tuple[str, float], ...]:
+        return ((PROCESSOR, self.cluster.device.share),)
+
     # --- hops ---------------------------------------------------------------------------------
 
     def hop(self, use: str, hop: Hop, *, reduces: bool, direct: bool = False) -> Stage:
@@ -128,7 +132,7 @@ class Prices:
 
     def _code(self, use: str, format: Format, numel: int, *, decodes: bool = False) -> Stage:
         seconds = self.cluster.device.code(format.kind, numel, decodes=decodes)
-        return Stage(use, seconds, ((PROCESSOR, 1.0),))
+        return Stage(use, seconds, self._processor)
 
     # --- tiers --------------------------------------------------------------------------------
 
@@ -153,10 +157,10 @@ class Prices:
 
     def compute(self, dtype: str, flops: float, *, backward: bool) -> Stage:
         seconds = self.cluster.device.compute(dtype, flops, backward=backward)
-        return Stage("compute", seconds, ((PROCESSOR, 1.0),))
+        return Stage("compute", seconds, self._processor)
 
     def copy(self, nbytes: float) -> Stage:
-        return Stage("copies", self.cluster.device.copy.seconds(nbytes), ((PROCESSOR, 1.0),))
+        return Stage("copies", self.cluster.device.copy.seconds(nbytes), self._processor)
 
     def update(self, numel: int, tier: str) -> Stage:
         """The optimizer's own work, where the states rest: on the device unless that is the host's.
@@ -171,7 +175,7 @@ class Prices:
                     "optimizer states; add host.update_rate."
                 )
             curve = self.cluster.host.update
-        return Stage("update", curve.seconds(numel), ((PROCESSOR, 1.0),))
+        return Stage("update", curve.seconds(numel), self._processor)
 
 
 def _joined(lists: list[Stages]) -> Stages:

@@ -16,7 +16,7 @@ from shardwise.core.trace import Span
 from shardwise.core.work import Work
 from shardwise.cost.engine import SLOWED, Compute, Instruction, Job, Mark, Run, Stage, Submit, Wait
 from shardwise.cost.engine import run as run_program
-from shardwise.cost.price import PROCESSOR, Prices, Stages
+from shardwise.cost.price import Prices, Stages
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.plan import Plan, Rungs, has_master, resolve, untiled
 from shardwise.plan.schedule import (
@@ -457,7 +457,7 @@ def _forward_flops(unit: UnitSpec, model: ModelSpec, work: Work) -> float:
 
 def _both(first: Stage, second: Stage) -> Stage:
     """Two stages of the program as one."""
-    return Stage(first.use, first.seconds + second.seconds, ((PROCESSOR, 1.0),))
+    return Stage(first.use, first.seconds + second.seconds, first.needs)
 
 
 __all__ = ["USES", "Estimate", "Stages", "simulate"]

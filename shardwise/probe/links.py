@@ -3,12 +3,12 @@
 All ranks hop at once, so that the ranks of a node share its link as they do in training.
 """
 
+import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from shardwise.comm.grid import Grid
@@ -18,15 +18,12 @@ from shardwise.core.cluster import Curve, LinkSpec
 from shardwise.core.topology import Step
 from shardwise.core.wire import Format
 from shardwise.probe.clock import Clock
-from shardwise.probe.compute import Passes
 from shardwise.probe.scope import Scope, fitting
 from shardwise.wire.codec import make_codec
 
 _GATHER, _REDUCE = 1, 2
 _ALIGN_BYTES = 64
-_MOST_BUSY = 1.5
-_ROUNDS = 5
-_LEAST_PASSES = 3
+_ROUNDS = 3
 
 Hop = Callable[[], None]
 
@@ -46,14 +43,14 @@ def measure_level(
     gather = sweep(grid.gathers, hops.gather)
     tell(f"reductions on {step.level}")
     reduce = sweep(grid.reduces, hops.reduce)
-    tell(f"compute beside hops on {step.level}")
-    middle, _ = gather.points[(len(gather.points) - 1) // 2]
+    tell(f"processors busy with hops on {step.level}")
+    largest, _ = gather.points[-1]
     return LinkSpec(
         name=step.level,
         size=step.size,
         gather=gather,
         reduce=reduce,
-        busy=_measure_busy(hops, grid, middle, clock, scope),
+        busy=_measure_busy(hops, grid, largest, clock, scope),
         source=grid.link_kinds[step.level],
     )
 
@@ -112,84 +109,36 @@ class _Hops:
 
 
 def _measure_busy(hops: _Hops, grid: Grid, sent: float, clock: Clock, scope: Scope) -> float:
-    """How much longer a pass takes while hops of a size run in a lane all the time.
+    """The share of a host's processors that work while all ranks hop, by the kernel's account.
 
-    Passes alone and passes beside hops take turns, so that other work disturbs both alike.
+    It counts what the network costs as well, which no process is charged for.
     """
+    if grid.device.type == "cuda":
+        return 0.0
     both = (hops.gather(sent), hops.reduce(sent))
-    passes = Passes(scope.blocks[1], torch.float32, grid.device)
-    passes.run()
-    alone_s = clock.slowest([_time_pass(passes, grid.device)])[0]
-    wanted_s = max(scope.busy_s, _LEAST_PASSES * alone_s)
-
-    def run_hops(count: int) -> tuple[list[float], float]:
-        clock.slowest([0.0])  # a rank that is late would compute beside no hops
-        begin = time.perf_counter()
-        found = _pass_beside(lambda: _repeat(both, count), grid, passes)
-        return found, (time.perf_counter() - begin) / count
-
-    # Hops, too, take longer beside compute: a few of them tell how many fill the time.
-    _, hops_s = run_hops(2)
-    count = max(2, round(wanted_s / clock.slowest([hops_s])[0]))
-    alone_count = max(_LEAST_PASSES, round(wanted_s / max(alone_s, 1e-6)))
-    ratios = []
-    for _ in range(_ROUNDS):
-        alone = [_time_pass(passes, grid.device) for _ in range(alone_count)]
-        beside, _ = run_hops(count)
-        # A ratio of two of the slowest would mostly compare what else disturbed these ranks.
-        mean_alone, mean_beside = clock.mean([statistics.median(alone), statistics.median(beside)])
-        ratios.append(mean_beside / mean_alone)
-    return round(min(max(statistics.median(ratios) - 1, 0.0), _MOST_BUSY), 3)
-
-
-def _pass_beside(work: Hop, grid: Grid, passes: Passes) -> list[float]:
-    """Seconds of the passes that were run while the lane worked; one at least."""
-    running = _Running(grid.device)
-
-    def run(_: Callable[[], None]) -> None:
-        try:
-            work()
-        finally:
-            running.end()
-
-    ticket = grid.reduces.submit(run)
-    found = [_time_pass(passes, grid.device)]
-    while running:
-        found.append(_time_pass(passes, grid.device))
-    ticket.wait()
-    return found[:-1] or found  # the last pass outlived the hops
-
-
-def _time_pass(passes: Passes, device: torch.device) -> float:
     begin = time.perf_counter()
-    passes.run()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the lane's, which works beside
-    return time.perf_counter() - begin
+    grid.reduces.submit(lambda _: _repeat(both, 1)).wait()
+    once = clock.slowest([time.perf_counter() - begin])[0]
+    count = max(1, round(scope.busy_s / once))
+    shares = []
+    for _ in range(_ROUNDS):
+        clock.slowest([0.0])  # all begin together
+        before, begin = _worked_s(), time.perf_counter()
+        grid.reduces.submit(lambda _: _repeat(both, count)).wait()
+        worked, elapsed = _worked_s() - before, time.perf_counter() - begin
+        shares.append(clock.slowest([worked / elapsed / (os.cpu_count() or 1)])[0])
+    return round(min(max(statistics.median(shares), 0.0), 1.0), 3)
+
+
+def _worked_s() -> float:
+    """Seconds that this host's processors have worked since it started."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
+    guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user already
+    return float(sum(times) - idle - guest)
 
 
 def _repeat(hops: Sequence[Hop], count: int) -> None:
     for _ in range(count):
         for hop in hops:
             hop()
-
-
-class _Running:
-    """True until the lane has come to the end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._done = threading.Event()
-        self._event: Any = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """To be called in the lane, at the end of its work."""
-        if self._event is not None:
-            self._event.record()
-        self._done.set()
-
-    def __bool__(self) -> bool:
-        if self._event is not None:
-            return not self._event.query()
-        return not self._done.is_set()

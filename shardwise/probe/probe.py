@@ -165,7 +165,15 @@ class _Probing:
             copy=copy,
             encode={kind: curves[0] for kind, curves in codes.items()},
             decode={kind: curves[1] for kind, curves in codes.items()},
+            share=self._share(),
         )
+
+    def _share(self) -> float:
+        """Of a host's processors that compute takes, unless the device has its own."""
+        if self._on_cuda:
+            return 1.0
+        threads = self._room.ranks_on_host * torch.get_num_threads()
+        return min(1.0, threads / (os.cpu_count() or 1))
 
     def _measure_host(self) -> Host | None:
         """The memory beside the devices'; of CPUs it is the same."""

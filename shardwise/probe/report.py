@@ -47,7 +47,7 @@ def _hops(level: LinkSpec) -> "Table":
     assert level.reduce is not None
     table = _table(f"level {level.name}", "gather", "", "reduce", "")
     table.title = (
-        f"{level.size} members by {level.source}; a hop takes {level.busy:.0%} of a pass's time"
+        f"{level.size} members by {level.source}; hops keep {level.busy:.0%} of the processors busy"
     )
     table.title_justify = "left"
     rows: dict[float, list[str]] = {}

@@ -52,12 +52,14 @@ class Scope:
     disk_bytes: int
     """Of one rank."""
     calls: Effort
+    passes: Effort
+    """Longer: what is computed in turns on few cores varies much."""
     hops: Effort
     """Longer batches: what a link or its switches take in one burst must not count for much."""
     patience_s: float
     """No larger amount is tried than would take so long in one call."""
     busy_s: float
-    """How long hops run beside compute, in each of a few rounds, to see what they take from it."""
+    """How long hops run, in each of a few rounds, to see how busy they keep the processors."""
 
 
 FULL = Scope(
@@ -74,6 +76,7 @@ FULL = Scope(
     coded_numel=(1 << 14, 1 << 18, 1 << 22),
     disk_bytes=256 << 20,
     calls=Effort(repeats=5, batch_s=0.02, point_s=0.6),
+    passes=Effort(repeats=9, batch_s=0.1, point_s=3.0),
     hops=Effort(repeats=5, batch_s=0.15, point_s=2.5),
     patience_s=1.2,
     busy_s=0.5,
@@ -86,6 +89,7 @@ QUICK = Scope(
     coded_numel=(1 << 10, 1 << 14),
     disk_bytes=1 << 20,
     calls=Effort(repeats=2, batch_s=0.0, point_s=0.1),
+    passes=Effort(repeats=2, batch_s=0.0, point_s=0.1),
     hops=Effort(repeats=2, batch_s=0.0, point_s=0.1),
     patience_s=1.0,
     busy_s=0.02,

@@ -1,0 +1,230 @@
+"""How well the planner predicts: plans on an emulated cluster, simulated and then really trained.
+
+At every rate of the slow link the ranks that will train are probed first; the prediction knows
+nothing else. Then the planner's choice and a list of other plans take turns.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shardwise.bench.cluster import Cluster, Rate, signals_raised
+from shardwise.bench.jobs import Job
+from shardwise.bench.messages import Build, Measured, Setting, Turn
+from shardwise.bench.probe import probe_job
+from shardwise.core import cluster as described
+from shardwise.cost.file import dump_cluster
+from shardwise.plan import presets
+from shardwise.plan.file import dump_plan
+from shardwise.plan.plan import Plan, StatePlan
+from shardwise.planner.search import Request, evaluate, search
+from shardwise.planner.space import Batch
+from shardwise.train.facts import facts_of
+
+CHOSEN = "auto"
+TURN_S = 4.0
+MOST_STEPS = 5
+FIXED = ("zero1", "zero3", "fsdp", "hsdp", "zeropp")
+"""Strategies that people choose without looking at the cluster."""
+
+
+def plans() -> dict[str, Plan]:
+    """Plans that differ in what they send, and where."""
+    zero3, zero1, amsp = presets.zero3(), presets.zero1(), presets.amsp()
+    few_bits = StatePlan(spread="world", wire="int4,node=int8")
+    return {
+        "ddp": presets.ddp(),
+        "zero1": zero1,
+        "zero3": zero3,
+        "fsdp": presets.fsdp(reshard_after_forward=False),
+        "hsdp": presets.hsdp(),
+        "amsp": amsp,
+        "zeropp": presets.zeropp(),
+        "lean": presets.lean(),
+        "zero3 keep=node": presets.zero3(keep="node"),
+        "zero3 int8 gathers": replace(zero3, params=replace(zero3.params, wire="int8")),
+        "zero3 int4 gradients": replace(zero3, grads=few_bits),
+        "zero1 int4 both ways": replace(
+            zero1,
+            grads=replace(zero1.grads, wire="int4,node=bf16"),
+            optim=replace(zero1.optim, wire="int4/delta"),
+        ),
+        "OS in the node": replace(zero1, name="os-node", optim=StatePlan(spread="node")),
+        "amsp int4 gradients": replace(amsp, grads=replace(amsp.grads, wire="int4,node=bf16")),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One plan on one cluster."""
+
+    grid: str
+    rate: str
+    plan: str
+    predicted_s: float
+    measured_s: float
+    exposed: dict[str, float]
+    """What the prediction is made of."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is trained, and on which clusters."""
+
+    model: str = "gpt-mini"
+    seq: int = 128
+    grids: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
+    """Nodes, and ranks on each."""
+    rates: tuple[Rate, ...]
+    rounds: int = 3
+    names: tuple[str, ...] = tuple(plans())
+    quick: bool = False
+    """For tests: a probe whose figures mean little."""
+
+
+def compare(
+    setup: Setup, tell: Callable[[str], None], keep: Path | None = None
+) -> Iterator[Comparison]:
+    """Probes, predicts, trains; ``keep`` is a folder for the probed clusters."""
+    for nodes, ranks in setup.grids:
+        with signals_raised(), Cluster(nodes) as cluster, ExitStack() as ending:
+            job = Job(cluster, "accuracy", sys.executable, ranks_per_node=ranks, number=0)
+            ending.callback(job.close)
+            folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+            job.wait_until_started()
+            tried = _Trial(setup, job, f"node={ranks},world={nodes}", folder)
+            for name in setup.names:
+                tell(f"{nodes} x {ranks}: building {name}")
+                tried.build(name, plans()[name])
+            for rate in setup.rates:
+                cluster.shape(rate)
+                tell(f"{nodes} x {ranks}, {rate}: probing")
+                found = probe_job(job, levels=tried.levels, quick=setup.quick)
+                if keep is not None:
+                    path = keep / f"{nodes}x{ranks}-{rate}.toml"
+                    path.write_text(dump_cluster(found), encoding="utf-8")
+                for one in tried.at_rate(found):
+                    tell(
+                        f"{nodes} x {ranks}, {rate}: {one.plan} predicted {one.predicted_s:.2f}, "
+                        f"measured {one.measured_s:.2f} s"
+                    )
+                    yield replace(one, rate=str(rate))
+            job.leave()
+
+
+class _Trial:
+    """Plans built once on one grid, and run at several rates."""
+
+    def __init__(self, setup: Setup, job: Job, levels: str, folder: Path) -> None:
+        self._setup, self._job, self.levels, self._folder = setup, job, levels, folder
+        self._facts = facts_of(setup.model)
+        self._setting = Setting(model=setup.model, seq=setup.seq, levels=levels)
+        self._built: dict[str, tuple[str, Plan]] = {}
+
+    def build(self, name: str, plan: Plan) -> None:
+        """Makes a plan ready to train; contenders are named by plan files."""
+        path = self._folder / f"{len(self._built)}.toml"
+        path.write_text(dump_plan(plan), encoding="utf-8")
+        self._job.ask(Build(str(path), self._setting))
+        self._built[name] = (str(path), plan)
+
+    def at_rate(self, cluster: described.Cluster) -> Iterator[Comparison]:
+        request = Request(
+            facts=self._facts,
+            cluster=cluster,
+            global_batch=cluster.world,
+            seq=self._setup.seq,
+        )
+        best = search(request).best
+        assert best is not None, "a small model fits"
+        self.build(CHOSEN, best.plan)
+        predicted = {
+            name: evaluate(request, plan, Batch(1, 1)).estimate
+            for name, (_, plan) in self._built.items()
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in self._built}
+        for _ in range(self._setup.rounds):
+            for name, (path, _) in self._built.items():
+                # The first step after another plan's turn finds cold caches: several are timed.
+                steps = max(1, min(MOST_STEPS, round(TURN_S / predicted[name].step_s)))
+                answers: list[Measured] = self._job.ask(Turn(path, 1, steps))
+                seconds[name].append(max(answer.seconds for answer in answers) / steps)
+        for name, estimate in predicted.items():
+            yield Comparison(
+                grid=self.levels,
+                rate="",
+                plan=name,
+                predicted_s=estimate.step_s,
+                measured_s=statistics.median(seconds[name]),
+                exposed=estimate.exposed,
+            )
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """All comparisons together."""
+
+    median_error: float
+    worst_error: float
+    rank_correlation: float
+    """Spearman's, the least of all clusters."""
+    regrets: dict[tuple[str, str], float]
+    """By cluster: measured time of the chosen plan over the best measured one's."""
+
+
+def summarise(found: Sequence[Comparison]) -> Accuracy:
+    """The figures that the planner is judged by."""
+    errors = [abs(one.error) for one in found]
+    clusters = {(one.grid, one.rate): [] for one in found}  # type: dict[tuple[str, str], list[Comparison]]
+    for one in found:
+        clusters[one.grid, one.rate].append(one)
+    return Accuracy(
+        statistics.median(errors),
+        max(errors),
+        min(
+            _spearman([one.predicted_s for one in some], [one.measured_s for one in some])
+            for some in clusters.values()
+        ),
+        {
+            key: next(one.measured_s for one in some if one.plan == CHOSEN)
+            / min(one.measured_s for one in some)
+            for key, some in clusters.items()
+        },
+    )
+
+
+def read(results: Path) -> list[Comparison]:
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return [Comparison(**json.loads(line)) for line in lines]
+
+
+def write(results: Path, one: Comparison) -> None:
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(one)) + "\n")
+
+
+def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of ranks.
+
+    >>> _spearman([1, 2, 3], [10, 30, 20])
+    0.5
+    """
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(values)
+        return [float(order.index(value)) for value in values]
+
+    return statistics.correlation(ranks(first), ranks(second))
