@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.model.deferred import deferred_init
     from shardwise.plan import presets
     from shardwise.plan.plan import Override, Plan, Precision, StatePlan, Tiers
+    from shardwise.planner.api import simulate
     from shardwise.probe.probe import probe
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
@@ -42,6 +43,7 @@ _HOMES = {
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
     "shardwise.plan.plan": "Override Plan Precision StatePlan Tiers",
+    "shardwise.planner.api": "simulate",
     "shardwise.tier.budget": "BudgetError",
     "shardwise.tier.store": "TierError",
 }
@@ -71,6 +73,7 @@ __all__ = [
     "probe",
     "set_grad_divisor",
     "shard",
+    "simulate",
     "state_dict",
     "stats",
     "trace",

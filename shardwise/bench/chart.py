@@ -5,13 +5,11 @@ a panel lengths compare. The last panel shows bytes, with a mark where `explain`
 """
 
 from collections.abc import Callable
-from html import escape
 
 from shardwise.bench.run import Result, Row
+from shardwise.core.svg import ACCENT, FAINT, MARK, MUTED, RULE, TEXT, document, text
 from shardwise.train.metrics import format_bytes
 
-_OURS, _PEER, _MARK = "#2f6db5", "#a9b0b8", "#d1495b"
-_TEXT, _FAINT = "#22272e", "#69717a"
 _LABEL_WIDTH, _PANEL_WIDTH, _GAP, _MARGIN = 130, 170, 22, 20
 _VALUE_WIDTH = 62
 """Room right of the longest bar for its figure."""
@@ -28,19 +26,16 @@ def draw(result: Result) -> str:
     height = _HEAD_HEIGHT + len(names) * _ROW_HEIGHT + _FOOT_HEIGHT
     title = f"{bench.model}, {bench.dtype}, {bench.nodes} nodes × {bench.ranks} ranks"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(_MARGIN, 28, title, size=16, weight="bold"),
-        _text(_MARGIN, 47, "Shorter is better; each panel has its own scale.", color=_FAINT),
+        text(_MARGIN, 28, title, size=16, weight="bold"),
+        text(_MARGIN, 47, "Shorter is better; each panel has its own scale.", color=FAINT),
     ]
     for index, name in enumerate(names):
         is_peer = name in bench.peer_names
-        color = _FAINT if is_peer else _TEXT
+        color = FAINT if is_peer else TEXT
         weight = "normal" if is_peer else "bold"
         middle = _row_middle(index)
         x = _MARGIN + _LABEL_WIDTH - 10
-        parts.append(_text(x, middle + 4, name, anchor="end", color=color, weight=weight))
+        parts.append(text(x, middle + 4, name, anchor="end", color=color, weight=weight))
     for number, at in enumerate(result.rates):
         named = "unshaped link" if at.rate.bits_per_s is None else str(at.rate)
         parts += _panel(
@@ -56,11 +51,11 @@ def draw(result: Result) -> str:
         lambda row: format_bytes(_sent(row)), mark=_predicted,
     )  # fmt: skip
     foot = height - 34
-    parts.append(f'<rect x="{_MARGIN}" y="{foot - 11}" width="3" height="14" fill="{_MARK}"/>')
-    parts.append(_text(_MARGIN + 9, foot, "predicted by explain", color=_FAINT, size=11))
+    parts.append(f'<rect x="{_MARGIN}" y="{foot - 11}" width="3" height="14" fill="{MARK}"/>')
+    parts.append(text(_MARGIN + 9, foot, "predicted by explain", color=FAINT, size=11))
     remarks = "; ".join(["times are medians of rounds", *result.remarks])
-    parts.append(_text(_MARGIN, foot + 18, remarks, color=_FAINT, size=11))
-    return "\n".join([*parts, "</svg>\n"])
+    parts.append(text(_MARGIN, foot + 18, remarks, color=FAINT, size=11))
+    return document(width, height, parts)
 
 
 def _panel(
@@ -77,11 +72,11 @@ def _panel(
     scale = (_PANEL_WIDTH - _VALUE_WIDTH) / (max(values) or 1.0)
     bottom = _HEAD_HEIGHT + len(rows) * _ROW_HEIGHT
     parts = [
-        _text(left, _HEAD_HEIGHT - 10, title, weight="bold"),
-        f'<line x1="{left}" y1="{_HEAD_HEIGHT}" x2="{left}" y2="{bottom}" stroke="#d0d5da"/>',
+        text(left, _HEAD_HEIGHT - 10, title, weight="bold"),
+        f'<line x1="{left}" y1="{_HEAD_HEIGHT}" x2="{left}" y2="{bottom}" stroke="{RULE}"/>',
     ]
     for index, row in enumerate(rows):
-        color = _PEER if row.contender in result.bench.peer_names else _OURS
+        color = MUTED if row.contender in result.bench.peer_names else ACCENT
         middle = _row_middle(index)
         end = value(row) * scale
         parts.append(
@@ -92,10 +87,10 @@ def _panel(
             parts.append(
                 f'<rect x="{left + predicted * scale - 1.5:.1f}" '
                 f'y="{middle - _BAR_HEIGHT / 2 - 3:g}" width="3" height="{_BAR_HEIGHT + 6}" '
-                f'fill="{_MARK}"/>'
+                f'fill="{MARK}"/>'
             )
         furthest = max(end, (predicted or 0.0) * scale)
-        parts.append(_text(left + furthest + 6, middle + 4, label(row), size=12))
+        parts.append(text(left + furthest + 6, middle + 4, label(row), size=12))
     return parts
 
 
@@ -113,13 +108,3 @@ def _predicted(row: Row) -> float | None:
 
 def _row_middle(index: int) -> float:
     return _HEAD_HEIGHT + (index + 0.5) * _ROW_HEIGHT
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 13, color: str = _TEXT, weight: str = "normal",
-    anchor: str = "start",
-) -> str:  # fmt: skip
-    return (
-        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" font-weight="{weight}" '
-        f'text-anchor="{anchor}">{escape(text)}</text>'
-    )

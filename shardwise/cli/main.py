@@ -15,7 +15,9 @@ from shardwise.cli.common import print_error
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.inspect import inspect
+from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
+from shardwise.cli.simulate import simulate
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.core.errors import ShardwiseError, SyncError
@@ -33,7 +35,9 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(explain)
+app.command()(simulate)
 app.command()(inspect)
+app.command()(plan)
 app.command()(probe)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")

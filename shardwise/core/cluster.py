@@ -207,16 +207,32 @@ class Cluster:
         index = next(i for i, level in enumerate(self.levels) if level.name == name)
         return prod(level.size for level in self.levels[:index])
 
+    def with_bandwidth(self, name: str, bandwidth: float) -> "Cluster":
+        """The same cluster with faster or slower links on a level.
+
+        A measured level is priced by rates from then on; what its shortest hop took is latency.
+        """
+        if name not in (level.name for level in self.levels):
+            known = ", ".join(level.name for level in self.levels)
+            raise ClusterError(f"Cluster '{self.name}' has no level '{name}'; use one of {known}.")
+        link, latency = self.level(name), self.level(name).latency_s
+        if latency is None:
+            shortest = link.gather.points[0][1] if link.gather is not None else 0.0
+            latency = shortest / max(1, link.size - 1)
+        changed = replace(link, bandwidth=bandwidth, latency_s=latency, gather=None, reduce=None)
+        levels = tuple(changed if level.name == name else level for level in self.levels)
+        return replace(self, levels=levels)
+
     def with_world(self, world: int) -> "Cluster":
         """The same cluster with more or fewer members of the outermost level.
 
         Fewer ranks than one such member has are a part of one.
         """
         inner = prod(level.size for level in self.levels[:-1])
-        if world % inner == 0:
+        if world >= inner and world % inner == 0:
             outer = replace(self.levels[-1], size=world // inner)
             return replace(self, levels=(*self.levels[:-1], outer))
-        if len(self.levels) == 2 and world < inner and inner % world == 0:
+        if len(self.levels) == 2 and 0 < world < inner and inner % world == 0:
             node, outer = self.levels
             return replace(self, levels=(replace(node, size=world), replace(outer, size=1)))
         raise ClusterError(

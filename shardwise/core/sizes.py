@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory and rates of links as people write them."""
 
 import re
 
@@ -23,3 +23,21 @@ def parse_bytes(text: int | str, what: str = "size") -> int:
     if found is None or found[2] not in _UNITS:
         raise PlanError(f"{what} '{text}' is no amount of memory; write for example '2 GiB'.")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+_RATE_UNITS = {
+    "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9,
+    "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+}  # fmt: skip
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second, of a text in bits or in bytes.
+
+    >>> parse_rate("100gbit"), parse_rate("25 GB/s")
+    (12500000000.0, 25000000000.0)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)(?:/s|ps)?", text.strip().lower())
+    if found is None or found[2] not in _RATE_UNITS or float(found[1]) == 0:
+        raise PlanError(f"'{text}' is no rate of a link; write for example 100gbit or 25GB/s.")
+    return float(found[1]) * _RATE_UNITS[found[2]]

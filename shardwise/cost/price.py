@@ -72,10 +72,10 @@ class Prices:
         for hop, link in sorted(
             zip(hops, links, strict=True), key=lambda pair: self.cluster.ranks_inside(pair[1].name)
         ):
-            if link.latency_s is None:
+            if link.latency_s is None or link.bandwidth is None:
                 raise ClusterError(
-                    f"Level '{link.name}' of cluster '{self.cluster.name}' has no latency_s, which "
-                    "a flat collective needs; use a cluster of rates."
+                    f"Level '{link.name}' of cluster '{self.cluster.name}' was measured hop by "
+                    "hop; for a flat collective give its bandwidth and latency_s."
                 )
             # Of the ring's steps, one a member crosses this level's link, the others lie inside.
             steps = steps * hop.size + link.latency_s * (hop.size - 1)

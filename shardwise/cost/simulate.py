@@ -5,9 +5,9 @@ of a real step: it walks the same events, issues gathers as many units ahead, an
 reductions travel at once. What it does not know (flops, speeds) comes from Work and Cluster.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.core.cluster import Cluster
@@ -53,6 +53,7 @@ class Estimate:
     flops: float
     """Of one rank in a step, nothing recomputed."""
     spans: list[Span] = field(default_factory=list)
+    """Where asked for: what happened when, on the runtime's tracks; in ``core.trace``'s form."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -76,12 +77,14 @@ def simulate(
 ) -> Estimate:
     """A step of ``accumulate`` micro-batches of ``work`` on every rank of the cluster."""
     steps = _Steps(plan, model, work, cluster, flat=flat)
-    phases = list(step_phases(min(accumulate, 3)).elements())
+    # All in the middle are alike: one will do, unless somebody wants to see them.
+    simulated = accumulate if spans else min(accumulate, 3)
+    phases = list(step_phases(simulated).elements())
     result = run_program(steps.program(phases), spans=spans)
     step_s, exposed = _last_step(result)
-    if accumulate > 3:  # all in the middle are alike
+    if accumulate > simulated:
         begin, end = result.marks["middle"], result.marks["last"]
-        more = accumulate - 3
+        more = accumulate - simulated
         step_s += more * (end - begin)
         for use, seconds in result.uses.get("middle", {}).items():
             exposed[use] = exposed.get(use, 0.0) + more * seconds
@@ -100,7 +103,7 @@ def simulate(
         memory=needed,
         tokens=work.tokens * topology.world * accumulate,
         flops=work.flops * accumulate,
-        spans=result.spans,
+        spans=_step_spans(result),
     )
 
 
@@ -112,6 +115,27 @@ def _last_step(result: Run) -> tuple[float, dict[str, float]]:
         for use, seconds in result.uses.get(mark, {}).items():
             exposed[use] = exposed.get(use, 0.0) + seconds
     return result.marks["over"] - begin, exposed
+
+
+OWN_TRACKS = ("refresh", "update")
+"""What the runtime's traces show on a track of its own, whatever lane or thread does it."""
+
+
+def _step_spans(result: Run) -> list[Span]:
+    """What happened in the last step, as the runtime would have traced it: one span a job."""
+    begin, end = result.marks["step"], result.marks["over"]
+    found: dict[str, list[Span]] = {}
+    for span in sorted(result.spans, key=lambda span: span.begin_s):
+        if span.end_s <= begin or span.begin_s >= end:
+            continue
+        what = span.name.partition(" ")[0]
+        spans = found.setdefault(what if what in OWN_TRACKS else span.track, [])
+        last = spans[-1] if spans else None
+        if last is not None and last.name == span.name and last.end_s == span.begin_s:
+            spans[-1] = replace(last, end_s=span.end_s)  # stages of one job
+        else:
+            spans.append(replace(span, track=what if what in OWN_TRACKS else span.track))
+    return [span for spans in found.values() for span in spans]
 
 
 @dataclass
@@ -172,12 +196,13 @@ class _Steps:
         self._topology = cluster.topology
         self._prices = Prices(cluster, flat)
         self._root = model.units[0].name
+        flops = _forward_flops(model, work)
         self._units = {
             unit.name: _Unit(
                 unit,
                 plan.for_unit(unit.name),
                 resolve(plan, self._topology, unit.name),
-                _forward_flops(unit, model, work),
+                flops[unit.name],
             )
             for unit in model.units
         }
@@ -447,12 +472,19 @@ class _Walk:
             yield from self._steps.fetch(event)
 
 
-def _forward_flops(unit: UnitSpec, model: ModelSpec, work: Work) -> float:
-    """A unit's share of its untiled unit's operations, by parameters."""
-    name = untiled(unit.name)
-    flops = work.forward_flops.get(name, 0.0)
-    members = [other.numel for other in model.units if untiled(other.name) == name]
-    return flops if len(members) == 1 else flops * unit.numel / max(1, sum(members))
+def _forward_flops(model: ModelSpec, work: Work) -> dict[str, float]:
+    """Of every unit: its share of its untiled unit's operations, by parameters."""
+    numels: Counter[str] = Counter()
+    members: Counter[str] = Counter()
+    for unit in model.units:
+        numels[untiled(unit.name)] += unit.numel
+        members[untiled(unit.name)] += 1
+    found = {}
+    for unit in model.units:
+        name = untiled(unit.name)
+        share = 1.0 if members[name] == 1 else unit.numel / max(1, numels[name])
+        found[unit.name] = work.forward_flops.get(name, 0.0) * share
+    return found
 
 
 def _both(first: Stage, second: Stage) -> Stage:

@@ -6,7 +6,7 @@ Counts what the runtime allocates for states and transfers; activations are the 
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
@@ -150,7 +150,7 @@ def memory(
 
     states = resting("device")
     optim = states["optim"]
-    return Memory(
+    found = Memory(
         **states,
         kept=sum(_kept(unit) for unit in placed[1:]),
         gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
@@ -162,10 +162,16 @@ def memory(
         + max(_spread(unit) for unit in placed)
         + _reductions(placed, accumulates)
         + sum(_residuals(unit) for unit in placed),
-        activations=activations,
         budget=plan.tiers.device_bytes,
-        allowance=_largest_gradient(placed) + activations // 4 + optim // 8,
+        allowance=_largest_gradient(placed) + optim // 8,
     )
+    return with_activations(found, activations)
+
+
+def with_activations(needed: Memory, activations: int) -> Memory:
+    """What is needed, with so many bytes of activations, and what their gradients take."""
+    allowance = needed.allowance + activations // 4
+    return replace(needed, activations=needed.activations + activations, allowance=allowance)
 
 
 def _params(placed: _Placed) -> int:

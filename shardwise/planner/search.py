@@ -7,6 +7,7 @@ the busiest resource.
 """
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,13 @@ from shardwise.core.work import Work
 from shardwise.cost.price import Prices
 from shardwise.cost.simulate import Estimate, simulate
 from shardwise.plan.facts import Facts
-from shardwise.plan.memory import Memory
+from shardwise.plan.memory import Memory, with_activations
 from shardwise.plan.plan import Plan, Precision, resolve
 from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, unit_ops
 from shardwise.plan.traffic import step_phases
 from shardwise.planner.alike import Alike
 from shardwise.planner.space import (
+    STATES,
     Batch,
     Loss,
     Placement,
@@ -44,6 +46,9 @@ RANKED = 10
 """Alternatives that are run in full and reported."""
 TOLERANCE = 0.02
 """No plan that was not looked at is faster than the winner by more than this share of its step."""
+PATIENCE = 24
+"""So many families for each plan that is wanted, without anything better, end a search as well;
+then nothing is proven."""
 NEAR = 0.01
 """Plans whose steps differ by less are taken to be equally fast: then what loses nothing wins, and
 what needs less memory."""
@@ -99,6 +104,8 @@ class Result:
     num_plans: int
     """How many plans there were to choose from."""
     num_simulated: int
+    proven: bool
+    """Whether no plan can be faster than the best by more than TOLERANCE."""
 
     @property
     def best(self) -> Candidate | None:
@@ -114,12 +121,13 @@ class Overflow:
     available: int
 
 
-def overflows(needed: Memory, request: Request) -> Iterator[Overflow]:
+def overflows(needed: Memory, request: Request, limit: int | None = None) -> Iterator[Overflow]:
     """The tiers of one rank that are too small for what is needed."""
     cluster = request.cluster
     share = cluster.ranks_per_node
-    if needed.total > request.limit:
-        yield Overflow("device", needed.total, request.limit)
+    device = request.limit if limit is None else limit
+    if needed.total > device:
+        yield Overflow("device", needed.total, device)
     if cluster.host is not None and needed.cpu > cluster.host.memory_bytes // share:
         yield Overflow("cpu", needed.cpu, cluster.host.memory_bytes // share)
     if needed.nvme and cluster.disk is not None and needed.nvme > cluster.disk.size_bytes // share:
@@ -130,12 +138,26 @@ def search(
     request: Request, *, count: int = RANKED, progress: Callable[[int], None] = lambda _: None
 ) -> Result:
     """The fastest plans that fit."""
-    result = _Search(request, tile_numel=0, progress=progress).run(count)
-    if result.best is None:
-        tiled = _Search(request, tile_numel=TILE_NUMEL, progress=progress).run(count)
-        if tiled.best is not None or _need(tiled) < _need(result):
-            return tiled
-    return result
+    return Search(request, progress).run(count)
+
+
+class Search:
+    """A search that remembers what it priced: other memory limits cost little more."""
+
+    def __init__(self, request: Request, progress: Callable[[int], None] = lambda _: None) -> None:
+        self._request = request
+        self._whole = _Space(request, tile_numel=0, progress=progress)
+        self._tiled = _Space(request, tile_numel=TILE_NUMEL, progress=progress)
+
+    def run(self, count: int = RANKED, *, limit: int | None = None) -> Result:
+        """The fastest plans that fit a device's memory; layers in tiles only where nothing does."""
+        within = self._request.limit if limit is None else limit
+        result = self._whole.run(count, within)
+        if result.best is None:
+            tiled = self._tiled.run(count, within)
+            if tiled.best is not None or _need(tiled) < _need(result):
+                return tiled
+        return result
 
 
 def evaluate(request: Request, plan: Plan, batch: Batch, *, flat: bool = False) -> Candidate:
@@ -165,7 +187,9 @@ class _Family:
     batch: Batch
 
 
-class _Search:
+class _Space:
+    """All plans with layers as they are, or with layers in tiles."""
+
     def __init__(
         self, request: Request, *, tile_numel: int, progress: Callable[[int], None]
     ) -> None:
@@ -176,38 +200,47 @@ class _Search:
         self._works: dict[tuple[int, str], Work] = {}
         self._alike: dict[bool, Alike] = {}
         self._links: dict[tuple[Plan, Phase], Seconds] = {}
+        self._memories: dict[tuple[Plan, bool], Memory] = {}
+        self._leanest: dict[Plan, Plan] = {}
+        self._exposed: dict[Plan, float] = {}
+        self._num_plans = 0
+        self._estimates: dict[tuple[Plan, Batch], Estimate] = {}
         self._smallest: tuple[int, Plan, Batch] | None = None
-        self._num_plans = self._num_simulated = 0
 
-    def run(self, count: int) -> Result:
+    def run(self, count: int, limit: int) -> Result:
         """Families in the order of their bounds, until none can be better."""
-        heap: list[tuple[float, int, _Family]] = []
-        for index, (bound, family) in enumerate(self._families()):
-            heap.append((bound, index, family))
+        self._num_plans = 0
+        families = enumerate(self._families(limit))
+        heap = [(bound, index, family) for index, (bound, family) in families]
         heapq.heapify(heap)
         best: dict[tuple[str, ...], Candidate] = {}
+        fastest, idle, proven = math.inf, 0, False
         while heap:
             bound, _, family = heapq.heappop(heap)
-            ranked = sorted(candidate.step_s for candidate in best.values())
-            # The winner is proven; of those behind it the table shows what was met on the way.
-            proven = ranked and bound >= (1 - TOLERANCE) * ranked[0]
-            if proven and (len(ranked) >= count or bound > 2 * ranked[0]):
+            # Behind the winner the table shows what was met on the way.
+            proven = bound >= (1 - TOLERANCE) * fastest
+            ended = proven or idle >= PATIENCE * min(count, 5)
+            if ended and (len(best) >= count or bound > 2 * fastest):
                 break
+            idle += 1
             for candidate in self._members(family):
                 key = _partitioning(candidate.plan)
                 if key not in best or candidate.step_s < best[key].step_s:
                     best[key] = candidate
-            self._progress(self._num_simulated)
+                if candidate.step_s < (1 - NEAR) * fastest:
+                    idle = 0
+                fastest = min(fastest, candidate.step_s)
+            self._progress(len(self._estimates))
         found = sorted(best.values(), key=lambda candidate: candidate.step_s)[:count]
         full = [evaluate(self._request, c.plan, c.batch) for c in found]
         smallest = None
         if not full and self._smallest is not None:
             smallest = evaluate(self._request, *self._smallest[1:])
-        return Result(tuple(rank(full)), smallest, self._num_plans, self._num_simulated)
+        return Result(tuple(rank(full)), smallest, self._num_plans, len(self._estimates), proven)
 
     # --- families -----------------------------------------------------------------------------
 
-    def _families(self) -> Iterator[tuple[float, _Family]]:
+    def _families(self, limit: int) -> Iterator[tuple[float, _Family]]:
         request = self._request
         choices = placements(request.cluster, request.path)
         for batch in batches(request.global_batch, self._topology.world):
@@ -217,7 +250,7 @@ class _Search:
                 for plan in self._kept_until(base, accumulates=accumulates):
                     for setting in activation_settings(request.cluster, request.path):
                         chosen = replace(plan, activations=setting)
-                        for fitting in self._fitting(chosen, batch, choices):
+                        for fitting in self._fitting(chosen, batch, choices, limit):
                             yield self._bound(fitting, batch), _Family(fitting, batch)
 
     def _kept_until(self, plan: Plan, *, accumulates: bool) -> list[Plan]:
@@ -225,9 +258,10 @@ class _Search:
             return [plan, replace(plan, keep_until="step")]
         return [plan]
 
-    def _fitting(self, plan: Plan, batch: Batch, choices: Sequence[Placement]) -> Iterator[Plan]:
+    def _fitting(
+        self, plan: Plan, batch: Batch, choices: Sequence[Placement], limit: int
+    ) -> Iterator[Plan]:
         """The placements that fit, but none that moves more than another one that fits."""
-        work = self._work(plan, batch)
         taken: list[Placement] = []
         for placement in choices:
             if any(moved_further(placement, other) for other in taken):
@@ -236,36 +270,59 @@ class _Search:
             if self._tile_numel:
                 tiling = replace(candidate.tiling, numel=self._tile_numel)
                 candidate = replace(candidate, tiling=tiling)
-            needed = self._model(candidate).memory(
-                candidate,
-                self._topology,
-                accumulates=batch.accumulate > 1,
-                activations=work.saved.held(plan.activations),
-            )
-            self._num_plans += 1
-            if not any(overflows(needed, self._request)):
+            needed = self._memory(candidate, batch)
+            if not any(overflows(needed, self._request, limit)):
                 taken.append(placement)
                 yield candidate
             elif self._smallest is None or needed.total < self._smallest[0]:
                 self._smallest = (needed.total, candidate, batch)
 
     def _members(self, family: _Family) -> Iterator[Candidate]:
-        """Every wiring of a family, simulated on short models; raw hops first.
+        """The wirings of a family, simulated on short models: raw hops, the leanest, the others.
 
-        Where these leave next to nothing exposed, fewer bytes have nothing to gain.
+        Where raw hops leave next to nothing exposed, fewer bytes have nothing to gain; where the
+        leanest do not help, neither do those between.
         """
-        work = self._work(family.plan, family.batch)
-        for plan in wirings(family.plan, self._topology, self._request.loss):
-            self._num_simulated += 1
-            estimate = self._model(plan).estimate(
-                plan, work, self._request.cluster, accumulate=family.batch.accumulate
-            )
-            yield Candidate(plan, family.batch, estimate)
-            exposed = sum(estimate.exposed[use] for use in ("gather", "reduce", "refresh"))
-            if not plan.is_lossy() and exposed < NEAR * estimate.step_s:
-                return
+        raw, *lossy = wirings(family.plan, self._topology, self._request.loss)
+        first = self._candidate(raw, family.batch)
+        yield first
+        uses = ("gather", "reduce", "refresh")
+        exposed = sum(first.estimate.exposed[use] for use in uses)
+        if not lossy or exposed < NEAR * first.step_s:
+            return
+        leanest = self._candidate(lossy[-1], family.batch)
+        yield leanest
+        if leanest.step_s < (1 - NEAR) * first.step_s:
+            # One state's wire at a time: what one gains hardly depends on the others.
+            for plan in lossy[:-1]:
+                if sum(_wire(plan, state) != _wire(lossy[-1], state) for state in STATES) == 1:
+                    yield self._candidate(plan, family.batch)
+
+    def _candidate(self, plan: Plan, batch: Batch) -> Candidate:
+        return Candidate(plan, batch, self._estimate(plan, batch))
 
     # --- facts --------------------------------------------------------------------------------
+
+    def _memory(self, plan: Plan, batch: Batch) -> Memory:
+        """What a plan needs; activations are added to what does not depend on the batch."""
+        accumulates = batch.accumulate > 1
+        key = (_without_activations(plan), accumulates)
+        found = self._memories.get(key)
+        if found is None:
+            found = self._memories[key] = self._model(plan).memory(
+                plan, self._topology, accumulates=accumulates, activations=0
+            )
+        held = self._work(plan, batch).saved.held(plan.activations)
+        self._num_plans += 1
+        return with_activations(found, held)
+
+    def _estimate(self, plan: Plan, batch: Batch) -> Estimate:
+        found = self._estimates.get((plan, batch))
+        if found is None:
+            found = self._estimates[plan, batch] = self._model(plan).estimate(
+                plan, self._work(plan, batch), self._request.cluster, accumulate=batch.accumulate
+            )
+        return found
 
     def _work(self, plan: Plan, batch: Batch) -> Work:
         key = (batch.micro, plan.precision.compute or "")
@@ -323,13 +380,25 @@ class _Search:
 
     def _ends(self, plan: Plan) -> float:
         """Seconds that nothing can hide: the first gather, and the last unit's reduction."""
-        lean = leanest(plan, self._topology, self._request.loss)
+        key = _without_activations(plan)
+        if key not in self._exposed:
+            self._exposed[key] = self._first_and_last(plan)
+        return self._exposed[key]
+
+    def _first_and_last(self, plan: Plan) -> float:
+        lean = self._lean(plan)
         units = self._model(plan).model.units
         first = units[min(1, len(units) - 1)]
         rungs = resolve(lean, self._topology, first.name)
         ops = unit_ops(first, rungs, lean, Phase.ONLY, encloses=first.name == ROOT)
         exposed = (*ops[Trigger.BEFORE_FORWARD], *ops[Trigger.GRADS_READY])
         return sum(self._hop_seconds(op, hop) for op in exposed for hop in op.hops)
+
+    def _lean(self, plan: Plan) -> Plan:
+        key = _without_activations(plan)
+        if key not in self._leanest:
+            self._leanest[key] = leanest(plan, self._topology, self._request.loss)
+        return self._leanest[key]
 
     def _hop_seconds(self, op: Op, hop: Hop) -> float:
         """A hop with nothing encoded or summed."""
@@ -338,9 +407,9 @@ class _Search:
 
     def _transfers(self, plan: Plan, phase: Phase) -> Seconds:
         """Seconds on each link and tier in one pass, for the leanest wires and nothing encoded."""
-        key = (replace(plan, activations="keep"), phase)
+        key = (_without_activations(plan), phase)
         if key not in self._links:
-            lean = leanest(plan, self._topology, self._request.loss)
+            lean = self._lean(plan)
             total: Seconds = defaultdict(float)
             for unit, times in _classes(self._model(plan)):
                 for resource, seconds in self._unit_transfers(lean, unit, phase).items():
@@ -373,6 +442,16 @@ def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
         left.remove(chosen)
         ranked.append(chosen)
     return ranked
+
+
+def _without_activations(plan: Plan) -> Plan:
+    """What is left of a plan for figures that do not depend on activations."""
+    return replace(plan, activations="keep")
+
+
+def _wire(plan: Plan, state: str) -> str:
+    wire: str = getattr(plan, state).wire
+    return wire
 
 
 def _classes(alike: Alike) -> list[tuple[UnitSpec, int]]:

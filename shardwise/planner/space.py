@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.errors import PlanError
@@ -49,6 +50,7 @@ def batches(global_batch: int, world: int) -> list[Batch]:
     return [Batch(micro, share // micro) for micro in reversed(divisors(share))]
 
 
+@lru_cache(maxsize=8)
 def partitionings(topology: Topology, *, accumulates: bool) -> list[Plan]:
     """Every legal (P, G, OS, keep); without accumulation G never rests, so one of each will do."""
     plans = legal_plans(topology)
@@ -120,8 +122,9 @@ def placements(cluster: Cluster, path: str) -> list[Placement]:
         for params in tiers
         for grads in tiers
         for optim in (tiers if updates else tiers[:1])
-        # OS is the largest and used once a step; P is used twice a pass: it leaves last.
-        if depth[params] <= depth[grads] <= depth[optim]
+        # OS is the largest and used once a step; P is used twice a pass: it leaves last, unless
+        # OS must stay.
+        if not updates or depth[params] <= depth[grads] <= depth[optim]
     ]
     return sorted(found, key=lambda place: sum(depth[tier] for tier in place))
 

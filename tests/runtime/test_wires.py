@@ -87,8 +87,8 @@ def assert_replicas_agree(model, label: object) -> None:
 
 
 def check_lossless(levels: str) -> None:
-    """A format that loses nothing gives the bits of raw hops, under every other legal plan."""
-    for plan in legal_plans(Topology.parse(levels))[::2]:  # the others add nothing but time
+    """A format that loses nothing gives the bits of raw hops, under every third legal plan."""
+    for plan in legal_plans(Topology.parse(levels))[::3]:  # the others add nothing but time
         raw, raw_losses = train(wired(plan, "", "", ""), levels, steps=2)
         coded, losses = train(wired(plan, "fp32", "fp32", "fp32"), levels, steps=2)
         assert losses == raw_losses, plan

@@ -9,7 +9,7 @@ NAMES = {
     "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
     "TierError", "Tiers", "UsageError",
     "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load_pretrained", "no_sync",
-    "optim_state_dict", "presets", "probe", "set_grad_divisor", "shard", "state_dict", "stats", "trace", "unshard",
+    "optim_state_dict", "presets", "probe", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {
@@ -21,6 +21,10 @@ OPTIONS = {
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
     "inspect": {"--json"},
     "probe": {"--output", "--workers", "--levels", "--path", "--dtype", "--quick", "--json"},
+    "simulate": {
+        "--cluster", "--model", "--ranks", "--bandwidth", "--micro-batch", "--accumulate", "--seq", "--dtype", "--flat",
+        "--output", "--trace", "--json",
+    },
     "train": {
         "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
         "--json",

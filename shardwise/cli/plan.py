@@ -1,0 +1,348 @@
+"""`shardwise plan`: the best plan for a model on a cluster, and why."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.common import JSON_OPTION, interruptible, print_json
+from shardwise.core.errors import UsageError
+from shardwise.core.sizes import parse_bytes
+from shardwise.train.metrics import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.planner.advice import Advice
+    from shardwise.planner.search import Candidate
+
+EXIT_NOTHING_FITS = 1
+WIDTH = 120
+"""Columns that the tables need so that no figure is broken."""
+
+
+def plan(
+    cluster: Annotated[
+        str, typer.Option(help="A name such as dgx-a100, or a file of shardwise probe.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="llama-7b, gpt-1.3b, transformers:gpt2, or a config.json.")
+    ] = "llama-7b",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Default: as many as the cluster has.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences a step. Default: one a rank.")
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 2048,
+    memory: Annotated[
+        str | None, typer.Option(help="Of one rank's device, such as '20 GiB'. Default: all of it.")
+    ] = None,
+    path: Annotated[
+        str, typer.Option(help="A folder on the nodes' disks; without one nothing is put there.")
+    ] = "",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of compute and wire; default: bfloat16 where there is.")
+    ] = None,
+    lossless: Annotated[
+        bool, typer.Option("--lossless", help="No hop in fewer bits than the dtype has.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .toml file for the plan.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="A .svg file: memory against step time.")
+    ] = None,
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Search all legal plans for the fastest that fits, and explain the choice.
+
+    Spreads of P, G and OS, what is kept, wire formats, tiers, activations and micro-batches are
+    searched together; every figure is a simulation of the plan's own schedule.
+
+    Examples:
+
+      shardwise plan --model llama2-70b --cluster dgx-a100 --ranks 1024 --seq 4096
+
+      shardwise plan --model llama-13b --cluster 4090-10g --global-batch 256 -o plan.toml
+
+      shardwise probe -o here.toml && shardwise plan --model gpt-small --cluster here.toml
+    """
+    from shardwise.planner.advice import advise
+    from shardwise.planner.chart import check_chart
+
+    if chart is not None:
+        check_chart(chart)
+    if output is not None and output.suffix != ".toml":
+        raise UsageError(f"--output {output} is no .toml file; plans are read from those.")
+    request = _request(cluster, model, ranks, global_batch, seq, memory, path, dtype, lossless)
+    with interruptible(), _telling() as tell:
+        advice = advise(request, tell)
+    if advice.best is not None:
+        _write(advice, advice.best, output, chart)
+    print_json(_answer(advice)) if as_json else _print(advice, output, chart)
+    if advice.best is None:
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _request(
+    cluster: str,
+    model: str,
+    ranks: int | None,
+    global_batch: int | None,
+    seq: int,
+    memory: str | None,
+    path: str,
+    dtype: str | None,
+    lossless: bool,
+) -> Any:
+    from shardwise.cost.file import load_cluster
+    from shardwise.plan.plan import Plan
+    from shardwise.planner.api import with_precision
+    from shardwise.planner.search import Request
+    from shardwise.planner.space import Loss
+    from shardwise.train.facts import facts_of
+
+    described = load_cluster(cluster)
+    if ranks is not None:
+        described = described.with_world(ranks)
+    return Request(
+        facts=facts_of(model),
+        cluster=described,
+        global_batch=global_batch or described.world,
+        seq=seq,
+        precision=with_precision(Plan(), described, dtype).precision,
+        loss=Loss.NONE if lossless else Loss.SAFE,
+        path=path,
+        memory_bytes=parse_bytes(memory, "--memory") if memory is not None else None,
+    )
+
+
+@contextmanager
+def _telling() -> "Iterator[Callable[[str], None]]":
+    """What is being looked at, on a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("planning") as status:
+        yield lambda what: status.update(what)
+
+
+def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path | None) -> None:
+    from shardwise.plan.file import dump_plan
+    from shardwise.planner.chart import draw_front, write_chart
+
+    if output is not None:
+        head = (
+            f"# {advice.request.facts.name} on {advice.request.cluster.name}, "
+            f"{advice.request.cluster.topology}: micro-batch {best.batch.micro}, "
+            f"{best.batch.accumulate} a step; {best.step_s:.3f} s predicted.\n"
+        )
+        try:
+            text = head + dump_plan(replace(best.plan, name="planned"))
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
+    if chart is not None:
+        points = [
+            (name, c.estimate.memory.total, c.step_s, False) for name, c in advice.presets.items()
+        ]
+        points += [
+            (
+                "planned" if c is best else partitioning(c),
+                c.estimate.memory.total,
+                c.step_s,
+                c is best,
+            )
+            for c in advice.front
+        ]
+        title = f"{advice.request.facts.name} on {advice.request.cluster.name}"
+        write_chart(chart, draw_front(points, title, advice.request.limit))
+
+
+def partitioning(candidate: "Candidate") -> str:
+    """P, G and OS of a plan, in short."""
+    plan = candidate.plan
+    return f"{plan.params.spread}/{plan.grads.spread}/{plan.optim.spread}"
+
+
+# --- for programs ---------------------------------------------------------------------------------
+
+
+def _answer(advice: "Advice") -> dict[str, Any]:
+    smallest = advice.result.smallest
+    return {
+        "model": advice.request.facts.name,
+        "cluster": advice.request.cluster.name,
+        "ranks": advice.request.cluster.world,
+        "memory_bytes": advice.request.limit,
+        "plans": advice.result.num_plans,
+        "simulated": advice.result.num_simulated,
+        "proven": advice.result.proven,
+        "best": _row(advice, advice.best) if advice.best else None,
+        "binds": advice.binds,
+        "ranked": [_row(advice, c) for c in advice.result.ranked],
+        "front": [_row(advice, c) for c in advice.front],
+        "presets": {name: _row(advice, c) for name, c in advice.presets.items()},
+        "what_if": [
+            {"change": w.change, "step_s": w.step_s, "speed_up": w.speed_up}
+            for w in advice.what_ifs
+        ],
+        "smallest": _row(advice, smallest) if smallest else None,
+        "lacking": [
+            {"tier": o.tier, "needed_bytes": o.needed, "available_bytes": o.available}
+            for o in advice.lacking()
+        ],
+    }
+
+
+def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
+    import tomllib
+
+    from shardwise.plan.file import dump_plan
+
+    estimate = candidate.estimate
+    return {
+        "plan": tomllib.loads(dump_plan(candidate.plan)),
+        "micro_batch": candidate.batch.micro,
+        "accumulate": candidate.batch.accumulate,
+        "step_s": estimate.step_s,
+        "tokens_per_s": estimate.tokens_per_s,
+        "flops_per_s": estimate.flops_per_s,
+        "exposed_s": estimate.exposed,
+        "memory_bytes": estimate.memory.total,
+        "fits": candidate.fits(advice.request),
+    }
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.width < WIDTH and not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    request = advice.request
+    console.print(
+        f"[bold]{request.facts.name}[/bold] ({format_count(request.facts.numel)} parameters) on "
+        f"[bold]{request.cluster.name}[/bold], {request.cluster.topology}: "
+        f"{request.global_batch} sequences of {request.seq} a step, "
+        f"{format_bytes(request.limit)} a rank",
+        f"{advice.result.num_plans:,} plans, {advice.result.num_simulated:,} simulated\n",
+        sep="\n",
+    )
+    if advice.best is None:
+        _print_nothing_fits(console, advice)
+        return
+    rows = [advice.best] if advice.best is not advice.result.best else []
+    table = _plans_table(advice, [*rows, *advice.result.ranked])
+    console.print("[bold]The fastest that fit[/bold]", table)
+    console.print("[bold]What the step goes for[/bold]")
+    for use, seconds in advice.best.estimate.exposed.items():
+        if seconds > 0.001 * advice.best.step_s:
+            share = seconds / advice.best.step_s
+            bar = "█" * round(40 * share)
+            console.print(f"  {use:<8} {seconds:9.3f} s {share:5.0%} {bar}", markup=False)
+    proof = "no other plan is faster by more than 2 %" if advice.result.proven else (
+        "the search ended when nothing better came for a while"
+    )  # fmt: skip
+    console.print(f"\nWhat binds: {advice.binds}. Among the plans searched, {proof}.")
+    for what_if in advice.what_ifs:
+        gain = f"{what_if.speed_up:.2f} times as fast" if what_if.speed_up > 1.005 else "no faster"
+        console.print(f"  with {what_if.change}: {what_if.step_s:.3f} s, {gain}")
+    console.print("\n[bold]With less memory[/bold]", _plans_table(advice, list(advice.front)))
+    console.print("[bold]Presets[/bold], in the same batch", _presets_table(advice, advice.best))
+    for path, what in ((output, "plan"), (chart, "chart")):
+        if path is not None:
+            console.print(f"{what} written to {path}", markup=False)
+
+
+def _print_nothing_fits(console: "Console", advice: "Advice") -> None:
+    smallest = advice.result.smallest
+    if smallest is None:
+        console.print("[bold red]Nothing fits[/bold red], and no plan could be priced.")
+        return
+    console.print("[bold red]Nothing fits.[/bold red] What needs least:")
+    console.print(_plans_table(advice, [smallest]))
+    for lack in advice.lacking():
+        console.print(
+            f"  {lack.tier}: needs {format_bytes(lack.needed)} a rank, has "
+            f"{format_bytes(lack.available)}: {lack.needed / lack.available:.2f} times too much"
+        )
+    cluster = advice.request.cluster
+    ways = ["more ranks (--ranks)", "shorter sequences (--seq)"]
+    if cluster.disk is None:
+        ways.append("a disk in the cluster's description (shardwise probe --path)")
+    elif not advice.request.path:
+        ways.append("states on the disk (--path)")
+    if cluster.host is None and cluster.device.kind != "cpu":
+        ways.append("host memory in the cluster's description ([host])")
+    console.print("What might make it fit: " + ", ".join(ways) + ".", markup=False)
+
+
+def _table(*columns: str, words: int) -> "Table":
+    """The first columns are words, the others figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < words else "right", overflow="fold")
+    return table
+
+
+def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
+    table = _table(
+        "P / G / OS", "keep", "wires", "tiers", "activations", "batch",
+        "step", "TFLOP/s", "memory", words=6,
+    )  # fmt: skip
+    for column in table.columns:
+        column.no_wrap = column.header not in ("wires", "tiers")
+    for candidate in candidates:
+        plan, estimate = candidate.plan, candidate.estimate
+        states = (plan.params, plan.grads, plan.optim)
+        tiers = [state.tier for state in states]
+        exceptions = f" ({len(plan.overrides)} units apart)" if plan.overrides else ""
+        table.add_row(
+            partitioning(candidate) + exceptions,
+            plan.keep + (" until step" if plan.keep_until == "step" else ""),
+            _wires(candidate),
+            "device" if set(tiers) == {"device"} else "/".join(tiers),
+            plan.activations,
+            f"{candidate.batch.micro} x {candidate.batch.accumulate}",
+            f"{estimate.step_s:.3f} s",
+            f"{estimate.flops_per_s / 1e12:.1f}",
+            format_bytes(estimate.memory.total),
+        )
+    return table
+
+
+def _wires(candidate: "Candidate") -> str:
+    plan = candidate.plan
+    states = {"P": plan.params, "G": plan.grads, "OS": plan.optim}
+    found = [f"{name} {state.wire}" for name, state in states.items() if state.wire]
+    return "; ".join(found) or "raw"
+
+
+def _presets_table(advice: "Advice", best: "Candidate") -> "Table":
+    table = _table("preset", "", "step", "over the best", "memory", words=2)
+    for name, candidate in sorted(advice.presets.items(), key=lambda item: item[1].step_s):
+        table.add_row(
+            name + (", recomputing" if candidate.plan.activations == "recompute" else ""),
+            "fits" if candidate.fits(advice.request) else "too large",
+            f"{candidate.step_s:.3f} s",
+            f"{candidate.step_s / best.step_s:.2f}",
+            format_bytes(candidate.estimate.memory.total),
+        )
+    return table

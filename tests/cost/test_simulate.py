@@ -1,0 +1,375 @@
+"""The simulator: a step's time is all accounted for, and what is cheaper is never slower."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
+from shardwise.core.layout import DTYPE_BYTES, ModelSpec, ParamSpec, lay_out
+from shardwise.core.topology import Topology
+from shardwise.core.work import Saved, Work
+from shardwise.cost.engine import SLOWED, Compute, Submit
+from shardwise.cost.file import load_cluster
+from shardwise.cost.price import Prices
+from shardwise.cost.simulate import USES, Estimate, _Steps, simulate
+from shardwise.plan import presets
+from shardwise.plan.builtin import builtin
+from shardwise.plan.memory import memory
+from shardwise.plan.plan import Plan, Tiers, resolve
+from shardwise.plan.presets import PRESETS
+from shardwise.plan.schedule import CHUNK_NUMEL, Hop
+from shardwise.plan.traffic import step_phases, step_traffic
+from shardwise.plan.validate import violations
+from shardwise.planner.alike import Alike
+from shardwise.planner.space import mixed
+
+GRIDS = ("world=1", "node=4,world=1", "node=2,world=2", "node=2,rack=2,world=3")
+BLOCKS = 3
+FLOPS, UPDATES, COPIES = 1e12, 1e9, 1e11
+FAST = 1e30
+
+
+def cluster(grid: str, *, bandwidth: float = 1e9, latency_s: float = 1e-5, **changes) -> Cluster:
+    """Rates that make a transfer about as long as the compute beside it."""
+    device = Device(
+        name="device",
+        kind="cuda",
+        memory_bytes=10**9,
+        forward={"float32": Curve.of_rate(FLOPS), "bfloat16": Curve.of_rate(FLOPS)},
+        backward={"float32": Curve.of_rate(FLOPS), "bfloat16": Curve.of_rate(FLOPS)},
+        update=Curve.of_rate(UPDATES),
+        copy=Curve.of_rate(COPIES),
+        encode=dict.fromkeys(("int8", "int4", "bf16"), Curve.of_rate(1e10)),
+        decode=dict.fromkeys(("int8", "int4", "bf16"), Curve.of_rate(1e10)),
+    )
+    levels = tuple(
+        LinkSpec(name=level.name, size=level.size, bandwidth=bandwidth, latency_s=latency_s)
+        for level in Topology.parse(grid).levels
+    )
+    host = Host(memory_bytes=10**10, bandwidth=1e10, update=Curve.of_rate(UPDATES / 4))
+    disk = Disk(size_bytes=10**12, read=2e9, write=1e9)
+    return replace(
+        Cluster(name="test", levels=levels, device=device, host=host, disk=disk), **changes
+    )
+
+
+def model(world: int, blocks: int = BLOCKS, numel: int = 10**6) -> ModelSpec:
+    def unit(name: str, numel: int):
+        return lay_out(name, [ParamSpec(f"{name}.weight", (numel,), "float32")], world)
+
+    inner = [unit(f"blocks.{i}", numel) for i in range(blocks)]
+    return ModelSpec((unit("root", 10**5), *inner))
+
+
+def work(blocks: int = BLOCKS, flops: float = 1e9) -> Work:
+    names = {"root": flops / 4, **{f"blocks.{i}": flops for i in range(blocks)}}
+    saved = Saved(
+        total=10**7, root=10**5, checkpoints=10**6, small=0, largest_unit=10**6, largest_input=10**5
+    )
+    return Work(tokens=1000, dtype="float32", forward_flops=names, saved=saved)
+
+
+def estimate(plan: Plan, on: Cluster, *, accumulate: int = 1, flops: float = 1e9) -> Estimate:
+    return simulate(plan, model(on.world), work(flops=flops), on, accumulate=accumulate)
+
+
+def plan_of(name: str) -> Plan:
+    plan = PRESETS[name]()
+    return replace(plan, tiers=Tiers(path="/nvme")) if name == "infinity" else plan
+
+
+CASES = [
+    (name, grid)
+    for name, grid in product(PRESETS, GRIDS)
+    if not violations(plan_of(name), Topology.parse(grid))
+]
+
+
+def test_nearly_all_presets_run_on_all_grids() -> None:
+    assert len(CASES) > 0.9 * len(PRESETS) * len(GRIDS)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 5])
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_a_steps_time_is_all_accounted_for(name: str, grid: str, accumulate: int) -> None:
+    found = estimate(plan_of(name), cluster(grid), accumulate=accumulate)
+    assert tuple(found.exposed) == USES
+    assert all(seconds >= 0 for seconds in found.exposed.values())
+    assert sum(found.exposed.values()) == pytest.approx(found.step_s, rel=1e-9)
+    passes = 3 if plan_of(name).activations == "keep" else 4
+    flops = (passes * BLOCKS + 3 * 0.25) * 1e9 * accumulate
+    assert found.exposed["compute"] == pytest.approx(flops / FLOPS)
+    assert found.tokens == 1000 * Topology.parse(grid).world * accumulate
+    assert found.flops == work().flops * accumulate  # nothing recomputed
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_alike_micro_batches_are_not_simulated_one_by_one(name: str) -> None:
+    on = cluster("node=2,world=2")
+    arguments = (plan_of(name), model(4), work(), on)
+    short, full = (simulate(*arguments, accumulate=6, spans=spans) for spans in (False, True))
+    assert short.step_s == pytest.approx(full.step_s, rel=1e-9)
+    assert short.exposed == pytest.approx(full.exposed, rel=1e-6, abs=1e-12)
+
+
+def free(grid: str) -> Cluster:
+    """A cluster whose transfers take nothing, codecs included."""
+    on = cluster(
+        grid, bandwidth=FAST, latency_s=0.0, disk=Disk(size_bytes=1, read=FAST, write=FAST)
+    )
+    codecs = dict.fromkeys(("int8", "int4", "bf16"), Curve.of_rate(FAST))
+    return replace(
+        on,
+        device=replace(on.device, encode=codecs, decode=codecs),
+        host=replace(on.host, bandwidth=FAST),
+    )
+
+
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_without_transfers_a_step_is_what_the_rank_does_itself(name: str, grid: str) -> None:
+    plan, on = plan_of(name), free(grid)
+    found = estimate(plan, on)
+    assert found.exposed["gather"] == found.exposed["reduce"] == found.exposed["refresh"] == 0
+    assert found.exposed["tier"] == found.exposed[SLOWED] == 0
+    passes = 3 if plan.activations == "keep" else 4
+    compute = (passes * BLOCKS + 3 * 0.25) * 1e9 / FLOPS
+    parts = on.topology.factor(plan.optim.spread)
+    numels = [unit.flats[0].numel for unit in model(on.world).units]
+    rate = UPDATES if plan.optim.tier == "device" else UPDATES / 4
+    update = sum(numel // parts for numel in numels) / rate
+    collecting = sum(numels) * 4 / COPIES
+    lossy_refresh = bool(plan.optim.wire) and on.topology.factor("world") > on.topology.factor(
+        "node"
+    )
+    update += sum(numel // parts for numel in numels) * 4 / COPIES if lossy_refresh else 0
+    keeping = 0.0
+    if plan.keep == "node":
+        node, world = on.topology.factor("node"), on.topology.factor("world")
+        keeping = sum(numel // node for numel in numels[1:]) * 4 / COPIES if node < world else 0
+    assert found.exposed["update"] == pytest.approx(update)
+    assert found.exposed["copies"] == pytest.approx(collecting + keeping)
+    assert found.step_s == pytest.approx(compute + update + collecting + keeping)
+
+
+def test_everything_infinitely_fast_takes_no_time() -> None:
+    on = free("node=2,world=2")
+    fast = Curve.of_rate(FAST)
+    device = replace(
+        on.device, forward={"float32": fast}, backward={"float32": fast}, update=fast, copy=fast
+    )
+    for name in PRESETS:
+        instant = replace(on, device=device, host=replace(on.host, update=fast))
+        assert estimate(plan_of(name), instant).step_s < 1e-12
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_slower_links_never_make_a_step_faster(name: str, grid: str, accumulate: int) -> None:
+    rates = [1e12, 4e9, 2e9, 1e9, 5e8, 1e8]
+    steps = [
+        estimate(plan_of(name), cluster(grid, bandwidth=rate), accumulate=accumulate).step_s
+        for rate in rates
+    ]
+    assert all(slow >= fast * (1 - 1e-9) for fast, slow in pairwise(steps))
+    if Topology.parse(grid).world > 1:
+        assert steps[-1] > 2 * steps[0]
+
+
+def test_a_step_cannot_be_shorter_than_its_busiest_link() -> None:
+    on = cluster("node=2,world=2", bandwidth=1e7, latency_s=0.0)
+    plan = presets.zero3()
+    sent = step_traffic(plan, model(4), on.topology).sent_bytes(level="world")
+    assert estimate(plan, on).step_s >= sent / (1e7 / 2)  # two ranks share a node's link
+
+
+# --- prefetching ----------------------------------------------------------------------------------
+
+
+def test_gathers_one_ahead_are_hidden_and_those_on_use_are_not() -> None:
+    """Compute is long enough for the next gather; then only the first of all is seen."""
+    on = cluster("world=4")
+    late, ahead = (
+        estimate(replace(presets.zero3(), prefetch=depth), on, flops=2e10) for depth in (0, 1)
+    )
+    hop = Prices(on).hop("gather", Hop(0, "world", 4, 3 * 10**6, None), reduces=False).seconds
+    root = Prices(on).hop("gather", Hop(0, "world", 4, 3 * 10**5, None), reduces=False).seconds
+    # Each block is gathered in forward and in backward, the root once.
+    assert late.exposed["gather"] >= 0.99 * (2 * BLOCKS * hop + root)
+    # Before forward nothing runs that could hide the first; before backward the root's own does.
+    assert 0.99 * (hop + root) <= ahead.exposed["gather"] < 1.01 * (hop + root)
+    assert ahead.step_s < late.step_s
+
+
+def test_parameters_in_full_are_never_gathered() -> None:
+    for name in ("ddp", "zero1", "zero2"):
+        found = simulate(plan_of(name), model(4), work(), cluster("node=2,world=2"), spans=True)
+        assert found.exposed["gather"] == 0
+        assert not any(span.track == "gather" for span in found.spans)
+    gathered = simulate(presets.zero3(), model(4), work(), cluster("node=2,world=2"), spans=True)
+    assert any(span.track == "gather" for span in gathered.spans)
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = estimate(presets.zero3(), cluster("world=1"))
+    assert found.exposed["gather"] == found.exposed["reduce"] == found.exposed["refresh"] == 0
+
+
+def test_a_refresh_is_hidden_behind_the_next_forward() -> None:
+    """ZeRO-1 sends its new weights while the next step has begun: long forwards hide nearly all."""
+    on = cluster("world=4")
+    short, long = (estimate(presets.zero1(), on, flops=flops) for flops in (1e6, 1e11))
+    assert long.exposed["refresh"] < short.exposed["refresh"] / 2
+
+
+# --- what is priced is what is planned ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_the_bytes_that_are_priced_are_the_schedules(name: str, grid: str, accumulate: int) -> None:
+    """Without latencies a hop's seconds times its share of the link are its bytes, chunks or not."""
+    plan, on = plan_of(name), cluster(grid, latency_s=0.0)
+    for spec in (model(on.world), model(on.world, numel=CHUNK_NUMEL * 7)):
+        sent = sent_bytes(plan, spec, on, accumulate)
+        traffic = step_traffic(plan, spec, on.topology, accumulate=accumulate)
+        for level in on.levels:
+            # The step before it is simulated as well.
+            expected = 2 * traffic.sent_bytes(level=level.name)
+            assert sent[level.name] == pytest.approx(expected, rel=1e-5)
+
+
+def sent_bytes(plan: Plan, spec: ModelSpec, on: Cluster, accumulate: int) -> Counter[str]:
+    """By level: what the jobs of a program send, told of their seconds."""
+    steps = _Steps(plan, spec, work(), on, flat=False)
+    sent: Counter[str] = Counter()
+    for instruction in steps.program(list(step_phases(accumulate).elements())):
+        for stage in instruction.job.stages if isinstance(instruction, Submit) else []:
+            for resource, _ in stage.needs:
+                if resource.startswith("link "):
+                    level = resource.removeprefix("link ")
+                    share = on.level(level).bandwidth / on.ranks_inside(level)
+                    sent[level] += stage.seconds * share
+    return sent
+
+
+def test_the_operations_that_are_priced_are_the_models() -> None:
+    steps = _Steps(presets.zero3(), model(4), work(), cluster("world=4"), flat=False)
+    seconds = sum(
+        instruction.stage.seconds
+        for instruction in steps.program(list(step_phases(1).elements()))
+        if isinstance(instruction, Compute) and instruction.stage.use == "compute"
+    )
+    assert seconds == pytest.approx(2 * work().flops / FLOPS)
+
+
+def test_tiles_share_their_units_operations() -> None:
+    """Tiles of a block are gathered apart and together compute what the block computes."""
+    facts, on = builtin("gpt-mini"), cluster("world=4")
+    whole = presets.zero3()
+    cut = replace(whole, tiling=replace(whole.tiling, numel=10**5))
+    options = [(plan, facts.work(1, 128, plan, on.topology)) for plan in (whole, cut)]
+    specs = [facts.spec(plan, on.topology) for plan, _ in options]
+    assert len(specs[1].units) > 2 * len(specs[0].units)
+    first, second = (
+        simulate(plan, spec, flops, on).exposed["compute"]
+        for (plan, flops), spec in zip(options, specs, strict=True)
+    )
+    assert second == pytest.approx(first, rel=1e-9)
+
+
+def test_memory_is_the_models() -> None:
+    on, plan = cluster("node=2,world=2"), presets.zeropp()
+    for accumulate, accumulates in ((1, False), (4, True)):
+        found = estimate(plan, on, accumulate=accumulate).memory
+        assert found == memory(
+            plan, model(4), on.topology, accumulates=accumulates, activations=10**7
+        )
+
+
+# --- tiers and flat collectives -------------------------------------------------------------------
+
+
+def test_slower_disks_expose_more() -> None:
+    plan = plan_of("infinity")
+    fast, slow = (
+        estimate(plan, cluster("node=2,world=2", disk=Disk(size_bytes=10**12, read=r, write=r)))
+        for r in (1e10, 1e8)
+    )
+    assert slow.exposed["tier"] > 10 * fast.exposed["tier"]
+    assert estimate(presets.zero3(), cluster("node=2,world=2")).exposed["tier"] == 0
+
+
+def test_hosts_that_update_take_the_hosts_time() -> None:
+    base = presets.zero2()
+    moved = replace(base, optim=replace(base.optim, tier="cpu"))
+    near, far = (estimate(plan, cluster("world=4")).exposed["update"] for plan in (base, moved))
+    assert far == pytest.approx(4 * near)
+
+
+def test_a_flat_ring_has_as_many_latencies_as_ranks() -> None:
+    on = cluster("node=4,world=3", bandwidth=FAST, latency_s=1.0)
+    hops = [Hop(1, "world", 3, 1, None), Hop(0, "node", 4, 1, None)]
+    ladder = sum(stage.seconds for stage in Prices(on).hops("gather", hops, reduces=False))
+    (ring,) = Prices(on, flat=True).hops("gather", hops, reduces=False)
+    assert ladder == pytest.approx(2 + 3)
+    assert ring.seconds == pytest.approx(11)
+    assert ("link world", 1.0) in ring.needs
+
+
+# --- short models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp"])
+def test_short_models_tell_of_long_ones(name: str, accumulate: int) -> None:
+    facts, on = builtin("llama-7b"), load_cluster("a800-amsp").with_world(64)
+    plan = replace(PRESETS[name](), precision=mixed("bfloat16"))
+    spec = facts.spec(plan, on.topology)
+    needed = facts.work(1, 2048, plan, on.topology)
+    assert Alike(spec).is_long
+    near = Alike(spec).estimate(plan, needed, on, accumulate=accumulate)
+    full = simulate(plan, spec, needed, on, accumulate=accumulate)
+    assert near.step_s == pytest.approx(full.step_s, rel=1e-6)
+    assert near.exposed == pytest.approx(full.exposed, rel=1e-6, abs=1e-9)
+    assert near.memory == full.memory
+    assert (near.tokens, near.flops) == (full.tokens, full.flops)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "cpu", "nvme"])
+def test_short_models_tell_of_long_ones_with_activations_elsewhere(activations: str) -> None:
+    facts, on = builtin("gpt-1.3b"), load_cluster("dgx2-v100").with_world(32)
+    plan = replace(
+        presets.zero3(precision=mixed("float16")), activations=activations, tiers=Tiers(path="/x")
+    )
+    spec, needed = facts.spec(plan, on.topology), facts.work(2, 1024, plan, on.topology)
+    near = Alike(spec).estimate(plan, needed, on, accumulate=1)
+    full = simulate(plan, spec, needed, on)
+    # On a tier there is a moment in which reads meet the last writes, and only in long models.
+    assert near.step_s == pytest.approx(full.step_s, rel=0.02 if activations == "nvme" else 1e-6)
+    assert near.memory == full.memory
+
+
+@pytest.mark.parametrize("layers", [6, 7, 10, 11])
+def test_models_that_are_hardly_long(layers: int) -> None:
+    facts, on = builtin(f"gpt:layers={layers},width=512,heads=8"), cluster("node=2,world=2")
+    plan = presets.zero3()
+    spec, needed = facts.spec(plan, on.topology), facts.work(1, 128, plan, on.topology)
+    near = Alike(spec).estimate(plan, needed, on, accumulate=1)
+    full = simulate(plan, spec, needed, on)
+    assert near.step_s == pytest.approx(full.step_s, rel=1e-6)
+    assert near.memory == full.memory
+
+
+def test_master_copies_are_written_out() -> None:
+    """Mixed precision has a master; its new values are copied to the parameters' own dtype."""
+    on = cluster("world=4")
+    plan = presets.zero1(precision=mixed("bfloat16"))
+    found = simulate(plan, model(4), replace(work(), dtype="bfloat16"), on)
+    own = sum(
+        unit.flats[0].numel // resolve(plan, on.topology, unit.name).ladder.parts[-1]
+        for unit in model(4).units
+    )
+    expected = own / UPDATES + own * DTYPE_BYTES["bfloat16"] / COPIES
+    assert found.exposed["update"] == pytest.approx(expected)

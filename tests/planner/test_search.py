@@ -1,0 +1,192 @@
+"""The search finds the best of all legal plans, and says what it rests on."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise.cli.main import app
+from shardwise.core.cluster import Cluster, Curve, Device, Disk, LinkSpec
+from shardwise.core.errors import PlanError
+from shardwise.cost.file import load_cluster
+from shardwise.plan.file import load_plan
+from shardwise.plan.validate import violations
+from shardwise.planner import space
+from shardwise.planner.advice import advise
+from shardwise.planner.search import TOLERANCE, Request, Search, evaluate, search
+from shardwise.planner.space import Batch, Loss, batches, mixed, placements, wirings
+from shardwise.planner.units import refine
+from shardwise.train.facts import facts_of
+
+
+def slow_cluster(*, node: float = 2e9, world: float = 0.1e9, memory: int = 1 << 30) -> Cluster:
+    rate = Curve.of_rate
+    kinds = ("fp32", "bf16", "fp16", "int8", "int4")
+    return Cluster(
+        name="slow",
+        levels=(
+            LinkSpec(name="node", size=2, bandwidth=node, latency_s=1e-5),
+            LinkSpec(name="world", size=2, bandwidth=world, latency_s=1e-4),
+        ),
+        device=Device(
+            name="device",
+            kind="cuda",
+            memory_bytes=memory,
+            forward={"bfloat16": rate(1e12)},
+            backward={"bfloat16": rate(1e12)},
+            update=rate(1e9),
+            copy=rate(20e9),
+            encode={kind: rate(5e9) for kind in kinds},
+            decode={kind: rate(5e9) for kind in kinds},
+        ),
+    )
+
+
+def request(**changes) -> Request:
+    base = Request(
+        facts=facts_of("gpt-mini"),
+        cluster=slow_cluster(),
+        global_batch=8,
+        seq=128,
+        precision=mixed("bfloat16"),
+    )
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("world", [0.02e9, 2e9])
+def test_the_winner_is_the_best_of_all_plans_run_one_by_one(loss, world):
+    asked = request(cluster=slow_cluster(world=world), loss=loss)
+    found = search(asked)
+    every = [
+        evaluate(asked, replace(wired, activations=activations), batch)
+        for batch in batches(asked.global_batch, 4)
+        for plan in space.partitionings(asked.cluster.topology, accumulates=batch.accumulate > 1)
+        for wired in wirings(replace(plan, precision=asked.precision), asked.cluster.topology, loss)
+        for activations in ("keep", "recompute")
+    ]
+    best = min(one.step_s for one in every if one.fits(asked))
+    assert found.best.step_s <= (1 + TOLERANCE) * best * 1.01  # among near ones memory decides
+    assert found.best.step_s >= best * (1 - 1e-9)
+
+
+def test_it_is_deterministic_legal_and_fits():
+    first, second = search(request()), search(request())
+    assert [c.plan for c in first.ranked] == [c.plan for c in second.ranked]
+    for candidate in first.ranked:
+        assert candidate.fits(request())
+        assert not violations(candidate.plan, request().cluster.topology)
+
+
+def test_lossless_means_that_nothing_is_lost():
+    asked = request(cluster=slow_cluster(world=0.01e9))
+    assert search(asked).best.plan.is_lossy("bfloat16")
+    exact = search(replace(asked, loss=Loss.NONE))
+    assert not any(c.plan.is_lossy("bfloat16") for c in exact.ranked)
+    assert exact.best.step_s > search(asked).best.step_s
+
+
+def test_less_memory_is_never_faster():
+    looking = Search(request())
+    steps = [looking.run(1, limit=limit << 20).best for limit in (1000, 300, 200, 150)]
+    times = [c.step_s for c in steps if c is not None]
+    assert len(times) >= 3
+    assert all(b >= a * (1 - 0.011) for a, b in pairwise(times))
+
+
+def test_nothing_fits_says_by_how_much():
+    advice = advise(request(memory_bytes=20 << 20))
+    assert advice.best is None
+    [lack] = advice.lacking()
+    assert lack.tier == "device"
+    assert lack.needed > lack.available == 20 << 20
+
+
+def test_a_disk_makes_a_model_fit_and_few_units_go_there():
+    disk = Disk(size_bytes=1 << 40, read=4e9, write=2e9)
+    cluster = replace(slow_cluster(), disk=disk)
+    large = {"facts": facts_of("gpt-large"), "loss": Loss.NONE, "global_batch": 4}
+    smaller = request(cluster=cluster, memory_bytes=2 << 30, **large)
+    assert search(smaller).best is None
+    smaller = replace(smaller, path="/disk")
+    found = search(smaller).best
+    assert found is not None
+    assert "nvme" in {found.plan.params.tier, found.plan.grads.tier, found.plan.optim.tier}
+    better = refine(smaller, found)
+    assert better.fits(smaller)
+    assert better.step_s <= found.step_s
+
+
+def test_placements_need_a_place():
+    cluster = slow_cluster()
+    assert placements(cluster, "") == [("device", "device", "device")]
+    disk = replace(cluster, disk=Disk(size_bytes=1, read=1, write=1))
+    assert placements(disk, "") == [("device", "device", "device")]  # nobody said where
+    assert ("nvme", "nvme", "nvme") in placements(disk, "/disk")
+
+
+def test_batches_divide_the_global_batch():
+    assert batches(8, 4) == [Batch(2, 1), Batch(1, 2)]
+    with pytest.raises(PlanError, match="multiple of 4"):
+        batches(6, 4)
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return advise(request())
+
+
+class TestAdvice:
+    def test_the_front_trades_memory_for_time(self, advice):
+        front = advice.front
+        memory = [c.estimate.memory.total for c in front]
+        assert memory == sorted(memory, reverse=True)
+        assert [c.step_s for c in front] == sorted(c.step_s for c in front)
+
+    def test_what_more_bandwidth_buys_where_it_binds(self):
+        advice = advise(request(cluster=slow_cluster(world=0.005e9), loss=Loss.NONE))
+        gains = {what_if.change: what_if.speed_up for what_if in advice.what_ifs}
+        assert gains["twice the bandwidth on world"] > 1.3
+        assert gains["twice the bandwidth on node"] < 1.1
+        assert "communication" in advice.binds
+
+    def test_presets_are_no_faster_than_the_winner(self, advice):
+        fitting = [c for c in advice.presets.values() if c.fits(advice.request)]
+        assert fitting
+        assert all(c.step_s >= 0.99 * advice.best.step_s for c in fitting)
+
+
+class TestCommand:
+    def run(self, *arguments: str):
+        return CliRunner().invoke(app, ["plan", *arguments])
+
+    def test_it_writes_a_plan_that_loads_and_a_chart(self, tmp_path: Path):
+        plan, chart = tmp_path / "plan.toml", tmp_path / "front.svg"
+        result = self.run(
+            "--model", "gpt-mini", "--cluster", "dgx-a100", "--ranks", "16", "--seq", "128",
+            "-o", str(plan), "--chart", str(chart),
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert "What binds" in result.output
+        assert not violations(load_plan(plan), load_cluster("dgx-a100").with_world(16).topology)
+        assert chart.read_text(encoding="utf-8").startswith("<svg")
+
+    def test_json_has_the_numbers(self):
+        result = self.run(
+            "--model", "gpt-mini", "--cluster", "dgx-a100", "--ranks", "8", "--seq", "128", "--json"
+        )
+        answer = json.loads(result.stdout)
+        assert answer["best"]["fits"]
+        assert sum(answer["best"]["exposed_s"].values()) == pytest.approx(answer["best"]["step_s"])
+
+    def test_nothing_fits_ends_with_another_code(self):
+        result = self.run(
+            "--model", "gpt-mini", "--cluster", "dgx-a100", "--ranks", "2", "--seq", "128",
+            "--memory", "20 MiB",
+        )  # fmt: skip
+        assert result.exit_code == 1
+        assert "times too much" in result.output
+        assert "might make it fit" in result.output
