@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shardwise.planner.search import Candidate
 
 EXIT_NOTHING_FITS = 1
+DRAWN = 3
+"""Presets that need more than this many times the memory would only squeeze the chart."""
 WIDTH = 120
 """Columns that the tables need so that no figure is broken."""
 
@@ -154,7 +156,9 @@ def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path
             raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
     if chart is not None:
         points = [
-            (name, c.estimate.memory.total, c.step_s, False) for name, c in advice.presets.items()
+            (name, c.estimate.memory.total, c.step_s, False)
+            for name, c in advice.presets.items()
+            if c.estimate.memory.total < DRAWN * advice.request.limit
         ]
         points += [
             (

@@ -20,6 +20,10 @@ OPTIONS = {
     "doctor": {"--clean", "--json"},
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
     "inspect": {"--json"},
+    "plan": {
+        "--cluster", "--model", "--ranks", "--global-batch", "--seq", "--memory", "--path", "--dtype", "--lossless",
+        "--output", "--chart", "--json",
+    },
     "probe": {"--output", "--workers", "--levels", "--path", "--dtype", "--quick", "--json"},
     "simulate": {
         "--cluster", "--model", "--ranks", "--bandwidth", "--micro-batch", "--accumulate", "--seq", "--dtype", "--flat",
