@@ -40,6 +40,8 @@ def shard(
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
     timeout_s: float = ...,
+    micro_batch: int = ...,
+    seq: int | None = ...,
 ) -> nn.Module: ...
 
 
@@ -52,6 +54,8 @@ def shard(
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
     timeout_s: float = ...,
+    micro_batch: int = ...,
+    seq: int | None = ...,
 ) -> tuple[nn.Module, Optimizer]: ...
 
 
@@ -63,10 +67,13 @@ def shard(
     levels: str | Topology | None = None,
     elementwise: bool = False,
     timeout_s: float = DEFAULT_LIMIT_S,
+    micro_batch: int = 1,
+    seq: int | None = None,
 ) -> Any:
     """Shards a model (and its optimizer) in place over all ranks; collective.
 
-    ``plan`` is a preset's name, a plan file, or a Plan. ``levels`` describes the grid, innermost
+    ``plan`` is a preset's name, a plan file, a Plan, or ``auto``: the fastest that fits, for
+    ``micro_batch`` sequences of ``seq`` tokens a rank. ``levels`` describes the grid, innermost
     first (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come
     back as the same objects. Values: a model built in ``deferred_init`` is materialised unit by
     unit, straight into parts; otherwise rank 0's values win. An optimizer that is built later is
@@ -93,6 +100,10 @@ def shard(
         )
     if optimizer is not None:
         check_elementwise(optimizer, elementwise)
+    if plan == "auto":
+        from shardwise.auto import choose
+
+        plan = choose(model, levels=levels, micro_batch=micro_batch, seq=seq).plan
     chosen = load_plan(plan)
     device = build.target_device(model)
     if device.type == "cpu":

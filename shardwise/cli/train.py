@@ -23,7 +23,9 @@ def train(
     data: Annotated[
         str | None, typer.Option(help="stdlib, a text file, or a .bin or .npy token file.")
     ] = None,
-    plan: Annotated[str | None, typer.Option(help="A preset's name or a plan's TOML file.")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="A preset's name, a plan's TOML file, or auto.")
+    ] = None,
     nvme: Annotated[
         str | None, typer.Option(help="A folder on a disk, for plans that rest states there.")
     ] = None,
@@ -107,6 +109,13 @@ def _print_summary(summary: "Summary") -> None:
     table.add_row("model", f"{summary.model}, {format_count(summary.num_parameters)} parameters")
     table.add_row("plan", f"{summary.plan} on {summary.ranks} ranks")
     table.add_row("steps", f"{summary.steps} in {summary.seconds:.0f} s")
+    if summary.predicted_step_s is not None:
+        ratio = summary.predicted_step_s / summary.step_s
+        table.add_row(
+            "a step",
+            f"{summary.step_s:.3f} s, predicted {summary.predicted_step_s:.3f} s "
+            f"({ratio:.2f} of what was measured)",
+        )
     table.add_row("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}")
     table.add_row("validation loss", f"{summary.val_loss:.4f}")
     table.add_row("tokens/s", format_count(summary.tokens_per_s))

@@ -70,6 +70,14 @@ class Request:
     """A folder on the disk; without one nothing is put there."""
     memory_bytes: int | None = None
     """Of one rank's device; None: what the cluster says."""
+    batch: Batch | None = None
+    """How the global batch is cut, where that is settled."""
+
+    @property
+    def cuts(self) -> list[Batch]:
+        """The ways to cut the global batch."""
+        every = batches(self.global_batch, self.cluster.world)
+        return every if self.batch is None else [self.batch]
 
     @property
     def limit(self) -> int:
@@ -243,7 +251,7 @@ class _Space:
     def _families(self, limit: int) -> Iterator[tuple[float, _Family]]:
         request = self._request
         choices = placements(request.cluster, request.path)
-        for batch in batches(request.global_batch, self._topology.world):
+        for batch in request.cuts:
             accumulates = batch.accumulate > 1
             for partitioning in partitionings(self._topology, accumulates=accumulates):
                 base = replace(partitioning, precision=request.precision)

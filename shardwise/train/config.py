@@ -102,7 +102,7 @@ class TrainConfig(_Section):
     """A whole training job."""
 
     plan: str = "zero3"
-    """The name of a preset, or the path of a plan's TOML file."""
+    """The name of a preset, the path of a plan's TOML file, or ``auto``."""
     nvme: str | None = None
     """A folder on a disk, for plans that rest states there; in place of the plan's tiers.path."""
     levels: str | None = None

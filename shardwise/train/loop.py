@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardwise as sw
 from shardwise.core.errors import ShardwiseError
 from shardwise.plan.file import load_plan
+from shardwise.plan.plan import Plan
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (
@@ -54,6 +55,8 @@ class Job:
     validation: Batches
     num_parameters: int
     device: torch.device
+    predicted_s: float | None = None
+    """A step's, where the plan was chosen for this cluster."""
 
 
 def train_worker(config: dict[str, Any], output: str) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         config, model, rank=dist.get_rank(), world=dist.get_world_size()
     )
     optimizer: Optimizer = build_optimizer(model, config.optim)
-    plan = load_plan(config.plan)
+    plan, predicted_s = _choose_plan(config, model)
     if config.nvme is not None:
         plan = replace(plan, tiers=replace(plan.tiers, path=config.nvme))
     model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
@@ -107,7 +110,26 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         validation=validation_batches,
         num_parameters=num_parameters,
         device=torch.accelerator.current_accelerator() or torch.device("cpu"),
+        predicted_s=predicted_s,
     )
+
+
+def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, float | None]:
+    """The plan that the job names, or the planner's choice and how long it says a step takes."""
+    if config.plan != "auto":
+        return load_plan(config.plan), None
+    from shardwise.auto import choose
+
+    batching = config.batching(dist.get_world_size())
+    chosen = choose(
+        model,
+        levels=config.levels,
+        micro_batch=batching.micro_batch,
+        accumulate=batching.accumulation,
+        seq=config.train.seq,
+        path=config.nvme or "",
+    )
+    return chosen.plan, chosen.step_s
 
 
 def build_batches(
@@ -239,6 +261,8 @@ def summarise(job: Job, records: list[StepRecord], output: Path, seconds: float)
         last_loss=final.loss,
         val_loss=final.val_loss,
         tokens_per_s=statistics.median(record.tokens_per_s for record in records),
+        step_s=statistics.median(record.step_s for record in records),
+        predicted_step_s=job.predicted_s,
         seconds=seconds,
         peak_rss_bytes=peaks,
         metrics=str(output / METRICS_FILE),

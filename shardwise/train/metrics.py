@@ -50,6 +50,10 @@ class Summary:
     val_loss: float
     tokens_per_s: float
     """Median over the steps: the first ones are not representative."""
+    step_s: float
+    """Likewise of a step's seconds."""
+    predicted_step_s: float | None
+    """What the planner said, where it chose the plan."""
     seconds: float
     peak_rss_bytes: list[int]
     """One value a rank."""

@@ -1,0 +1,122 @@
+"""``plan="auto"``: probe the ranks that are here, plan for the model as it is, and say so."""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.core.errors import UsageError
+from shardwise.core.topology import Topology
+from shardwise.model.facts import ModuleFacts, Run
+from shardwise.planner.search import Candidate, Request, overflows, search
+from shardwise.planner.space import Batch, Loss
+from shardwise.probe.cache import cached_probe
+from shardwise.probe.scope import DTYPES
+from shardwise.train.metrics import format_bytes
+
+
+def choose(
+    model: nn.Module,
+    *,
+    levels: str | Topology | None = None,
+    micro_batch: int = 1,
+    accumulate: int = 1,
+    seq: int | None = None,
+    path: str = "",
+    loss: Loss = Loss.SAFE,
+    run: Run | None = None,
+    quick: bool = False,
+) -> Candidate:
+    """The fastest plan that fits, with what is predicted of it; collective, equal on all ranks.
+
+    ``seq`` is by default the longest sequence that the model's configuration names; ``run`` is a
+    forward with its loss where that does not take (input_ids, labels).
+    """
+    tokens = seq or _longest(model)
+    if tokens is None:
+        raise UsageError(
+            f"plan='auto' must know how long sequences are, and {type(model).__name__} does not "
+            "say; pass seq= to shardwise.shard."
+        )
+    dtype = _dtype(model)
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"plan='auto' knows models in {', '.join(DTYPES)}, and this {type(model).__name__} is "
+            f"in {dtype}; give a preset or a plan."
+        )
+    cluster = cached_probe(levels, dtype=dtype, path=path or None, quick=quick)
+    request = Request(
+        facts=ModuleFacts(_copies(model), run, name=type(model).__name__),
+        cluster=cluster,
+        global_batch=micro_batch * accumulate * cluster.world,
+        seq=tokens,
+        path=path,
+        loss=loss,
+        batch=Batch(micro_batch, accumulate),
+    )
+    found = search(request, count=1)
+    if found.best is None:
+        lack = next(overflows(found.smallest.estimate.memory, request)) if found.smallest else None
+        amounts = (
+            f"; the smallest plan needs {format_bytes(lack.needed)} and a rank has "
+            f"{format_bytes(lack.available)}"
+            if lack
+            else ""
+        )
+        raise UsageError(
+            f"No plan for {type(model).__name__} fits this machine{amounts}: use more ranks, "
+            "a smaller micro-batch, or the preset infinity with a disk."
+        )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(describe(found.best, found.num_plans), file=sys.stderr)
+    return found.best
+
+
+def describe(chosen: Candidate, num_plans: int) -> str:
+    """The choice in a few lines."""
+    plan, estimate = chosen.plan, chosen.estimate
+    wires = {"P": plan.params.wire, "G": plan.grads.wire, "OS": plan.optim.wire}
+    encoded = ", ".join(f"{name} {wire}" for name, wire in wires.items() if wire)
+    hidden = {use: seconds / estimate.step_s for use, seconds in estimate.exposed.items()}
+    largest = sorted(hidden, key=lambda use: -hidden[use])[:3]
+    return (
+        f"auto: P={plan.params.spread} G={plan.grads.spread} OS={plan.optim.spread} "
+        f"keep={plan.keep}, activations {plan.activations}, "
+        f"wires {encoded or 'raw'}; best of {num_plans} plans\n"
+        f"auto: {estimate.step_s:.3f} s a step predicted ("
+        + ", ".join(f"{use} {hidden[use]:.0%}" for use in largest)
+        + f"), {format_bytes(estimate.memory.total)} a rank"
+    )
+
+
+def _copies(model: nn.Module) -> Callable[[], nn.Module]:
+    """Makes the same module again, but with tensors that have no values yet."""
+
+    def build() -> nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        return copy.deepcopy(model, memo)
+
+    return build
+
+
+def _longest(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "context"):
+        found = getattr(config, name, None)
+        if isinstance(found, int):
+            return found
+    return None
+
+
+def _dtype(model: nn.Module) -> str:
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return str(floats[0]).removeprefix("torch.") if floats else "float32"
