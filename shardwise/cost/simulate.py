@@ -16,7 +16,7 @@ from shardwise.core.trace import Span
 from shardwise.core.work import Work
 from shardwise.cost.engine import SLOWED, Compute, Instruction, Job, Mark, Run, Stage, Submit, Wait
 from shardwise.cost.engine import run as run_program
-from shardwise.cost.price import Prices, Stages
+from shardwise.cost.price import Prices
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.plan import Plan, Rungs, has_master, resolve, untiled
 from shardwise.plan.schedule import (
@@ -210,7 +210,6 @@ class _Steps:
         """The last gather of each unit."""
         self._refreshes: dict[str, Job] = {}
         self._fetches: dict[str, Job] = {}
-        self._writes: dict[str, Job] = {}
         self._inputs: dict[str, Job] = {}
         """Reads of units' inputs that rest on a tier."""
         self._reductions: deque[list[Job]] = deque()
@@ -490,6 +489,3 @@ def _forward_flops(model: ModelSpec, work: Work) -> dict[str, float]:
 def _both(first: Stage, second: Stage) -> Stage:
     """Two stages of the program as one."""
     return Stage(first.use, first.seconds + second.seconds, first.needs)
-
-
-__all__ = ["USES", "Estimate", "Stages", "simulate"]

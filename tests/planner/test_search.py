@@ -47,7 +47,7 @@ def slow_cluster(*, node: float = 2e9, world: float = 0.1e9, memory: int = 1 << 
 
 def request(**changes) -> Request:
     base = Request(
-        facts=facts_of("gpt-mini"),
+        facts=facts_of("gpt-tiny"),
         cluster=slow_cluster(),
         global_batch=8,
         seq=128,
@@ -56,8 +56,7 @@ def request(**changes) -> Request:
     return replace(base, **changes)
 
 
-@pytest.mark.parametrize("loss", list(Loss))
-@pytest.mark.parametrize("world", [0.02e9, 2e9])
+@pytest.mark.parametrize(("loss", "world"), [(Loss.SAFE, 0.02e9), (Loss.NONE, 2e9)])
 def test_the_winner_is_the_best_of_all_plans_run_one_by_one(loss, world):
     asked = request(cluster=slow_cluster(world=world), loss=loss)
     found = search(asked)
@@ -83,26 +82,26 @@ def test_it_is_deterministic_legal_and_fits():
 
 def test_lossless_means_that_nothing_is_lost():
     asked = request(cluster=slow_cluster(world=0.01e9))
-    assert search(asked).best.plan.is_lossy("bfloat16")
-    exact = search(replace(asked, loss=Loss.NONE))
+    found, exact = search(asked), search(replace(asked, loss=Loss.NONE))
+    assert found.best.plan.is_lossy("bfloat16")
     assert not any(c.plan.is_lossy("bfloat16") for c in exact.ranked)
-    assert exact.best.step_s > search(asked).best.step_s
+    assert exact.best.step_s > found.best.step_s
 
 
 def test_less_memory_is_never_faster():
     looking = Search(request())
-    steps = [looking.run(1, limit=limit << 20).best for limit in (1000, 300, 200, 150)]
+    steps = [looking.run(1, limit=limit << 20).best for limit in (1000, 14, 11, 9)]
     times = [c.step_s for c in steps if c is not None]
     assert len(times) >= 3
     assert all(b >= a * (1 - 0.011) for a, b in pairwise(times))
 
 
 def test_nothing_fits_says_by_how_much():
-    advice = advise(request(memory_bytes=20 << 20))
+    advice = advise(request(memory_bytes=4 << 20))
     assert advice.best is None
     [lack] = advice.lacking()
     assert lack.tier == "device"
-    assert lack.needed > lack.available == 20 << 20
+    assert lack.needed > lack.available == 4 << 20
 
 
 def test_a_disk_makes_a_model_fit_and_few_units_go_there():
