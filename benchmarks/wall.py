@@ -5,7 +5,7 @@
     python benchmarks/wall.py --disk DIR --budget "1.2 GiB"     # buffers give way earlier
     python benchmarks/wall.py --disk DIR --layers 1 --width 1024 --vocab 262144 --tile 4194304
                                                          # one layer larger than all memory
-    python benchmarks/wall.py --contender fsdp2 --layers 12 --width 864   # peers, at their sizes
+    python benchmarks/wall.py --contender fsdp2 --layers 16 --width 896   # peers, at their sizes
     python benchmarks/wall.py --contender deepspeed --python PYTHON --disk DIR ...
 
 Every rank is a process in a control group of its own from its first instruction, so that the
@@ -58,6 +58,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(result, indent=1))
         return
+    if "parameters" not in result:  # it ended before there was a model
+        sys.exit(f"{args.contender}: {result['outcome']}; what its ranks printed is above")
     print(
         f"{args.contender}: {result['parameters'] / 1e6:.0f}M parameters, states "
         f"{result['state_bytes'] / 2**30:.1f} GiB, {args.ranks} x {args.limit}: {result['outcome']}"
