@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from shardwise.core.cluster import Cluster, ClusterError, LinkSpec
+from shardwise.core.cluster import Cluster, ClusterError, Curve, Host, LinkSpec
 from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.plan.plan import Rungs
@@ -147,9 +147,9 @@ class Prices:
                 )
             rate = (disk.write if writes else disk.read) / self.cluster.ranks_per_node
             return Stage("tier", nbytes / rate, (("disk", 1.0),))
-        host = self.cluster.host
-        if host is None:  # the device's memory is the host's
+        if self.cluster.device.kind == "cpu":  # the device's memory is the host's
             return Stage("tier", 0.0)
+        host = self._host()
         direction = WRITE if writes else READ
         return Stage("tier", nbytes / host.bandwidth, ((f"{HOST} {direction}", 1.0),))
 
@@ -163,19 +163,25 @@ class Prices:
         return Stage("copies", self.cluster.device.copy.seconds(nbytes), self._processor)
 
     def update(self, numel: int, tier: str) -> Stage:
-        """The optimizer's own work, where the states rest: on the device unless that is the host's.
-
-        States on a disk are updated by the host where there is one.
-        """
-        curve = self.cluster.device.update
-        if tier != "device" and self.cluster.host is not None:
-            if self.cluster.host.update is None:
-                raise ClusterError(
-                    f"Cluster '{self.cluster.name}' does not say how fast its hosts update "
-                    "optimizer states; add host.update_rate."
-                )
-            curve = self.cluster.host.update
+        """The optimizer's own work: on the device, or by the host where states rest elsewhere."""
+        curve: Curve | None = self.cluster.device.update
+        if tier != "device" and self.cluster.device.kind != "cpu":
+            curve = self._host().update
+        if curve is None:
+            raise ClusterError(
+                f"Cluster '{self.cluster.name}' does not say how fast its hosts update "
+                "optimizer states; add host.update_rate."
+            )
         return Stage("update", curve.seconds(numel), self._processor)
+
+    def _host(self) -> Host:
+        """Beside devices that have a memory of their own; unknown is not free."""
+        if self.cluster.host is None:
+            raise ClusterError(
+                f"Cluster '{self.cluster.name}' has no host in its description; add [host], or "
+                "keep what the plan moves there on the device."
+            )
+        return self.cluster.host
 
 
 def _joined(lists: list[Stages]) -> Stages:

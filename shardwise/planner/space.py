@@ -115,7 +115,8 @@ def placements(cluster: Cluster, path: str) -> list[Placement]:
     if cluster.disk is not None and path:
         tiers.append("nvme")
     # Where nobody knows how fast a host updates, OS stays on the device: an unknown is not zero.
-    updates = cluster.host is None or cluster.host.update is not None
+    host = cluster.host
+    updates = cluster.device.kind == "cpu" or (host is not None and host.update is not None)
     depth = {tier: index for index, tier in enumerate(("device", "cpu", "nvme"))}
     found = [
         (params, grads, optim)

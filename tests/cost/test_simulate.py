@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
+from shardwise.core.cluster import Cluster, ClusterError, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.layout import DTYPE_BYTES, ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved, Work
@@ -373,3 +373,14 @@ def test_master_copies_are_written_out() -> None:
     )
     expected = own / UPDATES + own * DTYPE_BYTES["bfloat16"] / COPIES
     assert found.exposed["update"] == pytest.approx(expected)
+
+
+def test_a_host_that_nobody_described_is_an_error_and_not_free() -> None:
+    lacking = replace(cluster("node=2,world=2"), host=None)
+    prices = Prices(lacking)
+    with pytest.raises(ClusterError, match="no host"):
+        prices.move("cpu", 1000, writes=True)
+    with pytest.raises(ClusterError, match="no host"):
+        prices.update(1000, "nvme")
+    one_memory = replace(lacking, device=replace(lacking.device, kind="cpu"))
+    assert Prices(one_memory).move("cpu", 1000, writes=True).seconds == 0
