@@ -22,7 +22,6 @@ import torch
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import Kind, Phase, Trigger
 from shardwise.train.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -86,7 +85,7 @@ def build(args: argparse.Namespace, plan: Plan) -> tuple[Callable[[], None], int
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     model(tokens, labels=tokens).loss.backward()
     runtime = runtime_of(model)
-    ops = [unit.op(Phase.ONLY, Trigger.STEP, Kind.STEP) for unit in runtime.units]
+    ops = [unit.update_op for unit in runtime.units]
 
     def step() -> None:
         optimizer.step()

@@ -47,9 +47,13 @@ class _ThreadTicket:
 
 
 class ThreadLane:
-    """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL."""
+    """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL.
 
-    def __init__(self, name: str) -> None:
+    Beside CUDA it is for what the host does: ``device`` is the one that its work may touch.
+    """
+
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        self._device = device
         self._queue: queue.SimpleQueue[tuple[Callable[[Early], None], _ThreadTicket] | None] = (
             queue.SimpleQueue()
         )
@@ -73,6 +77,8 @@ class ThreadLane:
     def _run(self) -> None:
         # Inference mode and grad mode are per thread: transfers must never be recorded.
         torch.set_grad_enabled(False)
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # per thread, too
         while (item := self._queue.get()) is not None:
             work, ticket = item
             if self._broken is None:
@@ -127,6 +133,13 @@ class InlineLane:
 
     def close(self) -> None:
         pass
+
+
+def wait_on_host(ticket: Ticket, device: torch.device) -> None:
+    """Waits for work whose results the host reads: on CUDA a ticket alone orders only a stream."""
+    ticket.wait()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def make_lane(name: str, device: torch.device, world: int) -> Lane:

@@ -181,6 +181,12 @@ class _Unit:
             if has_master(self.plan, self.rungs, flat.dtype)
         )  # fmt: skip
 
+    @property
+    def moving_tier(self) -> str | None:
+        """Where an update reads from and writes to; None: all of it is on the device."""
+        states = (self.plan.optim, self.plan.grads, self.plan.params)
+        return next((state.tier for state in states if state.tier != "device"), None)
+
     @cached_property
     def overlaps_outer(self) -> bool:
         return outer_step(self.spec, self.rungs, self.plan) is not None
@@ -213,6 +219,8 @@ class _Steps:
         self._inputs: dict[str, Job] = {}
         """Reads of units' inputs that rest on a tier."""
         self._reductions: deque[list[Job]] = deque()
+        self._updates: list[Job] = []
+        """Those that run beside a backward."""
         checkpoints = max(0, work.saved.checkpoints - work.saved.small)
         self._input_bytes = checkpoints / max(1, len(work.forward_flops) - 1)
 
@@ -264,6 +272,9 @@ class _Steps:
         while self._reductions:
             for job in self._reductions.popleft():
                 yield Wait(job)
+        for job in self._updates:
+            yield Wait(job)
+        self._updates.clear()
         for event in events:
             if event.trigger is Trigger.STEP:
                 yield from self._step(event)
@@ -355,6 +366,9 @@ class _Steps:
             yield Submit(job)
         if jobs:
             self._reductions.append(jobs)
+        for op in event.ops:
+            if op.kind is Kind.STEP:
+                yield from self._update_beside(unit, op, jobs)
 
     def _descend(self, unit: _Unit, op: Op) -> list[Job]:
         name = f"reduce {unit.spec.name}"
@@ -392,15 +406,7 @@ class _Steps:
 
     def _stream(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
         """An update whose states rest elsewhere: reads, work and writes at once."""
-        tier = unit.plan.optim.tier
-        moving = next(
-            (
-                state.tier
-                for state in (unit.plan.optim, unit.plan.grads, unit.plan.params)
-                if state.tier != "device"
-            ),
-            None,
-        )
+        tier, moving = unit.plan.optim.tier, unit.moving_tier
         if moving is None:
             return
         name = unit.spec.name
@@ -414,6 +420,23 @@ class _Steps:
             yield Compute(f"update {name}", self._prices.update(unit.update_numel, tier))
         for job in jobs:
             yield Wait(job)
+
+    def _update_beside(self, unit: _Unit, op: Op, reduction: list[Job]) -> Iterator[Instruction]:
+        """The same while backward goes on; states are read before gradients are there."""
+        name, tier = unit.spec.name, unit.moving_tier
+        assert tier is not None
+        reads, writes = (
+            self._prices.move(tier, op.moved_bytes / 2, writes=writes) for writes in (False, True)
+        )
+        read = Job("read states", f"read states of {name}", [reads])
+        ready = Job("update", f"update {name}", [], reduction[-1] if reduction else None)
+        tier = unit.plan.optim.tier
+        work = [self._prices.update(unit.update_numel, tier)] if tier != "device" else []
+        done = Job("update", f"update {name}", work, read)
+        write = Job("write states", f"write states of {name}", [writes], done)
+        for job in (read, ready, done, write):
+            yield Submit(job)
+        self._updates += [done, write]
 
     def _refresh(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
         stages = self._prices.climb("refresh", op, unit.trained_numel, unit.rungs)

@@ -54,6 +54,7 @@ class TiersTable(_Table):
     cpu_bytes: int | str | None = None
     nvme_bytes: int | str | None = None
     window_numel: int | None = None
+    update: str | None = None
     checksum: bool | None = None
 
 

@@ -27,6 +27,7 @@ from shardwise.core.wire import Format, Wire
 KEEP_UNTIL = ("backward", "step")
 TIERS = ("device", "cpu", "nvme")
 ACTIVATIONS = ("keep", "recompute", "cpu", "nvme")
+UPDATES = ("step", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,10 @@ class Tiers:
     window_numel: int = 1 << 22
     """Elements of a slice of optimizer states that is updated at once while the next one is read
     and the last one written."""
+    update: str = "step"
+    """When units with gradients or optimizer states on a tier are updated: in the optimizer's
+    ``step``, or in ``backward``, as soon as a unit's gradients are reduced, which leaves nothing to
+    clip or to skip."""
     checksum: bool = False
     """Whether what is read back from the disk is compared with what was written."""
 

@@ -138,7 +138,10 @@ def unit_ops(unit: UnitSpec, rungs: Rungs, plan: Plan, phase: Phase, *, encloses
     if phase is not Phase.EVAL and (trained := trained_flats(unit)):
         ops[Trigger.GRADS_READY] = _grads_ready(unit, trained, rungs, plan, phase)
         if phase.synchronises:
-            ops[Trigger.STEP] = _step(unit, trained, rungs, plan)
+            update = Op(Kind.STEP, unit.name, moved_bytes=_step_moves(trained, rungs, plan))
+            when = Trigger.GRADS_READY if _updates_early(plan, encloses) else Trigger.STEP
+            ops[when] += (update,)
+            ops[Trigger.STEP] += _refresh(unit, trained, rungs, plan)
     return ops
 
 
@@ -264,16 +267,23 @@ def _grads_ready(
     return tuple(ops)
 
 
-def _step(unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[Op, ...]:
-    step = Op(Kind.STEP, unit.name, moved_bytes=_step_moves(flats, rungs, plan))
+def _updates_early(plan: Plan, encloses: bool) -> bool:
+    """Whether a unit is updated while backward goes on; the root's gradients are its very last."""
+    away = any(state.tier != "device" for state in (plan.grads, plan.optim))
+    return plan.tiers.update == "backward" and away and not encloses
+
+
+def _refresh(
+    unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan
+) -> tuple[Op, ...]:
     if rungs.params == rungs.optim:
-        return (step,)
+        return ()
     sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in flats]
     climb = tuple(reversed(_hops(sizes, rungs, rungs.params, rungs.optim, plan.optim.wire)))
     # What others updated arrives beside the own elements, and both go to P's tier.
     away = plan.params.tier != "device"
     moved = 2 * part_bytes(sizes, rungs, rungs.params) if away else 0
-    return (step, Op(Kind.REFRESH, unit.name, climb, moved))
+    return (Op(Kind.REFRESH, unit.name, climb, moved),)
 
 
 OPTIM_WORDS = 2

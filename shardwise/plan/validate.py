@@ -20,6 +20,7 @@ from shardwise.plan.plan import (
     ACTIVATIONS,
     KEEP_UNTIL,
     TIERS,
+    UPDATES,
     Override,
     Plan,
     StatePlan,
@@ -253,6 +254,16 @@ def _tiers(plan: Plan) -> list[str]:
         found.append(
             f"tiers.window_numel is {plan.tiers.window_numel}; use a multiple of {WINDOW_GRAIN}, "
             "so that windows begin on whole blocks of a disk."
+        )
+    if plan.tiers.update not in UPDATES:
+        hint = _nearest(plan.tiers.update, UPDATES) or f"use {' or '.join(UPDATES)}."
+        found.append(f"tiers.update '{plan.tiers.update}' is unknown; {hint}")
+    elif plan.tiers.update != "step" and all(
+        state.tier == "device" for name, state in _states(plan) if name != "params"
+    ):
+        found.append(
+            f"tiers.update is '{plan.tiers.update}', but neither gradients nor optimizer states "
+            "rest on a tier; give optim.tier, or leave it away."
         )
     return found
 

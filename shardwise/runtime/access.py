@@ -1,5 +1,6 @@
 """Whole tensors for people: full_params, state_dict, full_grads, optimizer states, clipping."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -172,7 +173,7 @@ def _gather_whole(
 
 def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
     """The reduced gradients in full, by name, on every rank, of all parameters that have one."""
-    runtime.require_idle("full_grads")
+    runtime.require_idle("full_grads", before_step=True)
     grads.read(runtime)
     if runtime.accumulated:
         raise UsageError("Gradients are not reduced yet: the last backward ran under no_sync.")
@@ -295,7 +296,13 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
     foreach = _takes_foreach(runtime, foreach)
-    runtime.require_idle("clip_grad_norm_")
+    runtime.require_idle("clip_grad_norm_", before_step=True)
+    if math.isfinite(max_norm) and any(unit.updates_in_backward for unit in runtime.units):
+        raise UsageError(
+            "clip_grad_norm_ comes too late: tiers.update = 'backward' in the plan updates units "
+            "before the norm of all gradients is known; set it to 'step', or pass math.inf for the "
+            "norm alone."
+        )
     grads.read(runtime)
     if runtime.accumulated:
         raise UsageError(

@@ -5,6 +5,18 @@ reduction starts when all gradients that the recorded backward had for it have a
 recorded order, so that reductions match on all ranks and overlap the rest of backward. What is
 missing at the end of backward is reduced as zeros; what arrives after its unit was reduced is
 reduced once more. A tile's gradient is reduced whenever it arrives: once for each use.
+
+[Note: Update in backward]
+With ``tiers.update = "backward"`` a unit that a tier holds something of is updated as soon as it is
+reduced, in a thread of its own, so that reads and writes of its states overlap the rest of
+backward. A rank does so only if it knows all that an update at the step would know: the recorded
+backward says that no more gradients come, and all the unit's parameters got one on this very rank,
+so that nothing depends on what other ranks used. Everything else waits for the step: the root, the
+first backward, units that this rank passed by. The reduction needs all ranks, and each of them has
+used the unit for the last time by then; so no rank computes with values that are too new.
+
+What would make an update at the step another one is an error then: a gradient that arrives late,
+was dropped or replaced, other options of the optimizer (``windows.py``), no step at all.
 """
 
 from collections import Counter
@@ -14,7 +26,7 @@ import torch
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
-from shardwise.plan.schedule import REDUCTIONS_IN_FLIGHT, Trigger
+from shardwise.plan.schedule import REDUCTIONS_IN_FLIGHT, Kind, Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.memory import trim_heap
@@ -45,6 +57,8 @@ class Backward:
         """Units that this rank passed by: others may wait for its zeros."""
         self._next = 0
         self._tickets: list[Ticket] = []
+        self._updates: list[Ticket] = []
+        """Of the updates that run beside this backward."""
         self._dropped: list[ParamSlot] = []
         """Parameters whose gradient the user of any rank dropped before backward was finished."""
 
@@ -55,6 +69,7 @@ class Backward:
         if self.active:
             self.creates_graph |= creates_graph
             return False
+        self._runtime.require_stepped("backward")
         self.active, self.creates_graph = True, creates_graph
         self._sync = self._runtime.sync
         self._recorded.clear()
@@ -104,6 +119,9 @@ class Backward:
         finally:
             self.active = False
             self._tickets.clear()
+            updates, self._updates = self._updates, []
+            for update in updates:
+                update.wait()
         runtime.end_backward()
         grads.end_backward(runtime, self._dropped)
         runtime.accumulated = not runtime.sync
@@ -158,13 +176,21 @@ class Backward:
             self._next += 1
             if unit in self._skipped:
                 self._limit_in_flight()  # buffers of zeros count, too
-            self._launch(unit)
+            reduced = self._launch(unit)
+            if unit.updates_in_backward and self._has_everything(unit, order):
+                self._updates += self._runtime.update_in_backward(unit, reduced)
 
     def _is_complete(self, unit: Unit) -> bool:
         complete = unit.is_tile or self._missing[unit] == 0
         return (complete and any(slot.pending for slot in unit.slots)) or unit in self._skipped
 
-    def _launch(self, unit: Unit) -> None:
+    def _has_everything(self, unit: Unit, order: list[Unit]) -> bool:
+        """Whether the gradients just taken complete the step's; see [Note: Update in backward]."""
+        used = all(slot.used for flat in unit.trained for slot in flat.slots)
+        final = self._sync and not self.creates_graph and unit not in order[self._next :]
+        return used and final and not unit.external
+
+    def _launch(self, unit: Unit) -> Ticket:
         """Reduces a unit's gradients; parameters without one contribute zeros."""
         runtime = self._runtime
         for slot in unit.slots:
@@ -174,11 +200,14 @@ class Backward:
         for flat in unit.trained:
             flat.open_grad()[flat.spec.slots[-1].interval.stop :].zero_()
         phase = runtime.phase()
-        self._tickets.append(unit.reduce(phase, 1.0 / runtime.divisor))
+        ticket = unit.reduce(phase, 1.0 / runtime.divisor)
+        self._tickets.append(ticket)
         self._launched[unit] += 1
         for op in unit.ops(phase, Trigger.GRADS_READY):
-            runtime.emit(op)
+            if op.kind is not Kind.STEP:
+                runtime.emit(op)
         runtime.grads_taken(unit)
+        return ticket
 
     def _limit_in_flight(self) -> None:
         while len(self._tickets) >= REDUCTIONS_IN_FLIGHT:
@@ -198,7 +227,10 @@ class Backward:
         for unit in sorted(rest, key=lambda unit: unit.encloses):
             self._limit_in_flight()
             self._launch(unit)
-        for unit in self._exchange_flags(units):
+        late = self._exchange_flags(units)
+        self._runtime.require_not_updated(late, "got a gradient")
+        self._runtime.require_not_updated({s.unit for s in self._dropped}, "lost a gradient")
+        for unit in late:
             self._runtime.counters.late_reduces += 1
             self._limit_in_flight()
             self._launch(unit)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.link import accumulate
+from shardwise.core.errors import UsageError
 from shardwise.core.layout import FlatSpec, Slot
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
@@ -123,6 +124,8 @@ class Flat:
         """Whether ``held`` has anything since it was last dropped or reduced on."""
         self.reduced_valid = False
         """Whether ``reduced`` has anything since it was last dropped."""
+        self.is_spent = False
+        """Whether backward has updated with it already: changing it would change nothing."""
         self.lost: torch.Tensor | None = None
         """What error feedback will add to the next gradients; see ``residual``."""
         self.slots: list[ParamSlot] = []
@@ -398,6 +401,11 @@ class Flat:
     @contextmanager
     def open_grads(self, *, writes: bool = False) -> Iterator["OpenGrads"]:
         """What this rank has of the gradients, in memory."""
+        if writes and self.is_spent:
+            raise UsageError(
+                f"Gradients of unit '{self._name}' cannot be changed any more: backward has "
+                "updated the unit with them; set tiers.update = 'step' in the plan."
+            )
         with ExitStack() as stack:
             reduced = held = None
             if self.reduced is not None and self.reduced_valid:

@@ -59,6 +59,11 @@ def mark(slot: ParamSlot) -> None:
     guard.set_raw_grad(face.parameter, face.handle)
 
 
+def is_untouched(slot: ParamSlot) -> bool:
+    """Whether ``p.grad`` still stands for what backward computed."""
+    return _untouched(slot)
+
+
 def was_dropped(slot: ParamSlot) -> bool:
     """Whether the user set ``p.grad`` to None since backward began."""
     return not _untouched(slot) and guard.raw_grad(slot.face.parameter) is None
@@ -93,6 +98,8 @@ def _handle(slot: ParamSlot) -> torch.Tensor:
     flat, rungs = slot.flat, slot.flat.rungs
     place = slot.spec.interval.relative_to(0)
     alike = flat.dtypes.master == flat.dtypes.compute and not slot.face.is_tiled
+    if slot.unit.updates_in_backward:  # writing into it would change nothing
+        return _guarded(slot.face)
     if alike and flat.holds != flat.reduced_valid:
         whole = flat.held if flat.holds and rungs.grads == 0 else None
         if flat.reduced_valid and rungs.optim == 0:

@@ -14,7 +14,7 @@ import inspect
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.errors import UsageError
+from shardwise.core.ticket import Ticket
 from shardwise.plan.schedule import Kind, Phase, Trigger
 from shardwise.runtime import grads
 from shardwise.runtime.face import TILES, State, show_state, shown_state, tile_state, whole_state
@@ -31,6 +32,7 @@ from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.rest import PartOf, Resident
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import Unit
 from shardwise.runtime.windows import WindowedUpdate
 
 _ELEMENTWISE = (
@@ -132,7 +134,8 @@ class OptimizerTakeover:
             return None
         args, kwargs = _run_closure(args, kwargs)
         runtime = self._runtime
-        runtime.require_idle("optimizer.step()")
+        runtime.require_idle("optimizer.step()", before_step=True)
+        self._windows.check_unchanged()
         if runtime.opened:
             raise UsageError("optimizer.step() cannot run inside shardwise.full_params.")
         grads.read(runtime)
@@ -179,10 +182,21 @@ class OptimizerTakeover:
         for unit in runtime.units:
             if unit.trained:
                 unit_refresh = unit.op(Phase.ONLY, Trigger.STEP, Kind.REFRESH)
-                updated = self._windows.update(unit) if not raised else set()
-                runtime.emit(unit.op(Phase.ONLY, Trigger.STEP, Kind.STEP))
+                early = unit in self.updated
+                updated = self._windows.update(unit) if early or not raised else set()
+                if not early:
+                    runtime.emit(unit.update_op)
                 unit.refresh(unit_refresh, updated)
                 runtime.emit(unit_refresh)
+        self._windows.end()
+
+    @property
+    def updated(self) -> Set[Unit]:
+        """Units whose update of this step was made in backward."""
+        return self._windows.updated
+
+    def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
+        return self._windows.update_in_backward(unit, reduced)
 
     def _swap_in(self) -> None:
         """Groups list parts, and states belong to parts."""
@@ -291,6 +305,7 @@ class OptimizerTakeover:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _note_layout(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._runtime.require_stepped("optimizer.state_dict()")
         listed = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(listed):
             slots = face.slots if (face := self._faces.get(parameter)) is not None else []

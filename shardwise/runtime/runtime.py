@@ -5,7 +5,7 @@ then gradients in ``backward.py`` and the update in ``optim.py``.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import UsageError
+from shardwise.core.ticket import Ticket
 from shardwise.core.trace import active
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Kind, Op, Phase, Trigger
@@ -251,6 +252,7 @@ class Runtime:
         self.recover()
         self.homes.check()
         self.watch.look()
+        self.require_stepped("forward")
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         self._walk = self._begin_walk(kind)
 
@@ -591,12 +593,47 @@ class Runtime:
             forget()
         self.recover()
 
-    def require_idle(self, what: str) -> None:
+    def require_idle(self, what: str, *, before_step: bool = False) -> None:
+        """``before_step``: it belongs between backward and the step."""
         self.notice_interruption()
         if self.in_pass:
             raise UsageError(f"{what} cannot run inside the model's forward or backward.")
         self.recover()
         self.watch.look()
+        if not before_step:
+            self.require_stepped(what)
+
+    # --- updates in backward: see [Note: Update in backward] in backward.py -----------------------
+
+    def update_in_backward(self, unit: Unit, reduced: Ticket) -> list[Ticket]:
+        """Begins the update of a unit whose last gradients of this step are being reduced."""
+        takeovers = self._takeovers()
+        if takeovers:
+            self.emit(unit.update_op)
+        return [takeover.update_in_backward(unit, reduced) for takeover in takeovers]
+
+    def require_stepped(self, what: str) -> None:
+        """Raises if some units have new values already and others still the old ones."""
+        count = sum(len(takeover.updated) for takeover in self._takeovers())
+        if count:
+            raise UsageError(
+                f"{what} cannot run now: the last backward updated {count} units, and no "
+                "optimizer.step() followed it. Call it after every backward outside no_sync, or "
+                "set tiers.update = 'step' in the plan; if backward failed, load a checkpoint."
+            )
+
+    def require_not_updated(self, units: Collection[Unit], but: str) -> None:
+        updated = {unit for takeover in self._takeovers() for unit in takeover.updated}
+        for unit in units:
+            if unit in updated:
+                raise UsageError(
+                    f"Unit '{unit.name}' {but} after it had been updated in the same backward; set "
+                    "tiers.update = 'step' in the plan, and load a checkpoint."
+                )
+
+    def _takeovers(self) -> list["OptimizerTakeover"]:
+        found = (takeover() for takeover in self.optimizers.values())
+        return [takeover for takeover in found if takeover is not None]
 
 
 def in_autograd() -> bool:

@@ -141,6 +141,16 @@ class Unit:
     def op(self, phase: Phase, trigger: Trigger, kind: Kind) -> Op | None:
         return next((op for op in self.ops(phase, trigger) if op.kind is kind), None)
 
+    @property
+    def update_op(self) -> Op | None:
+        """The update, whenever the plan has it happen."""
+        at_step = self.op(Phase.ONLY, Trigger.STEP, Kind.STEP)
+        return at_step or self.op(Phase.ONLY, Trigger.GRADS_READY, Kind.STEP)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.op(Phase.ONLY, Trigger.GRADS_READY, Kind.STEP) is not None
+
     # --- parameters ---------------------------------------------------------------------------
 
     def gather(self, *, exact: bool = False) -> tuple[Op, ...]:

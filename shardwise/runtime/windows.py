@@ -9,20 +9,30 @@ read and the last one written, so that three are in memory.
 
 Numbers that an optimizer keeps for a parameter (Adam's step, all states of a scalar) stay in
 memory: every piece of a parameter starts from the same ones, and ends with the same.
+
+Windows are updated in the optimizer's step, or beside backward: see [Note: Update in backward] in
+``backward.py``.
 """
 
+import copy
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.lane import Early, ThreadLane, wait_on_host
+from shardwise.core.errors import UsageError
+from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
 from shardwise.plan.schedule import Kind, Phase, Trigger
+from shardwise.runtime import grads
 from shardwise.runtime.face import State, show_state
 from shardwise.runtime.flat import Flat, ParamSlot
 from shardwise.runtime.memory import trim_heap
@@ -70,20 +80,22 @@ class WindowedUpdate:
         """The names of what it keeps for every element of a parameter."""
         self._queue: deque[_Window] = deque()
         self._coming: _Window | None = None
+        self._members: set[nn.Parameter] = set()
+        self._before: dict[ParamSlot, State] | None = None
+        """The numbers as they were before the step that is under way."""
+        self.updated: set[Unit] = set()
+        """Units that this step's backward has updated."""
+        self._options: list[dict[str, Any]] = []
+        """The groups' options when it began to."""
+        self._lane: ThreadLane | None = None
 
     # --- the update ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Plans the windows of a step, and begins to read the first."""
-        members = {p for group in self._optimizer.param_groups for p in group["params"]}
-        self._queue = deque(
-            window
-            for unit in self._runtime.units
-            for flat in unit.trained
-            if flat.updates_in_windows
-            for window in self._windows(unit, flat, members)
-        )
-        self._before = {slot: dict(numbers) for slot, numbers in self._numbers.items()}
+        """Plans the windows of what backward has left, and begins to read the first."""
+        self._remember()
+        units = [unit for unit in self._runtime.units if unit not in self.updated]
+        self._queue = deque(self._windows(units))
         self._coming = self._load(self._queue[0]) if self._queue else None
 
     def update(self, unit: Unit) -> set[Flat]:
@@ -92,17 +104,87 @@ class WindowedUpdate:
             window = self._queue.popleft()
             assert window is self._coming
             self._coming = self._load(self._queue[0]) if self._queue else None
-            with span("update", f"update {unit.name}"):
-                self._step(window)
-            self._give_back(window, updates_params=not self._by_difference(unit, window.flat))
+            self._update(window)
         return {
             flat
             for flat in unit.trained
             if flat.updates_in_windows and not self._by_difference(unit, flat)
         }
 
-    def _windows(self, unit: Unit, flat: Flat, members: set[nn.Parameter]) -> Iterator[_Window]:
-        moving = [s for s in flat.slots if s.has_grad and s.face.parameter in members]
+    def end(self) -> None:
+        """The step is over."""
+        self._before = None
+        for unit in self.updated:
+            for flat in unit.trained:
+                flat.is_spent = False
+        self.updated.clear()
+
+    def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
+        """Begins to update a unit; its gradients are there after ``reduced``."""
+        if not self.updated:
+            self._remember()
+            self._options = _options(self._optimizer)
+        self.updated.add(unit)
+        for flat in unit.trained:
+            flat.is_spent = True
+        windows = list(self._windows([unit]))
+        if not windows:
+            return DONE
+        if self._lane is None:
+            self._lane = ThreadLane("update", self._runtime.grid.device)
+            weakref.finalize(self, self._lane.close)
+
+        def work(_: Early) -> None:
+            self._lend_states(windows[0])  # which need not wait
+            wait_on_host(reduced, self._runtime.grid.device)
+            self._lend_grad(windows[0])
+            for window, following in zip_longest(windows, windows[1:]):
+                if following is not None:
+                    self._load(following)
+                self._update(window)
+
+        return self._lane.submit(work)
+
+    def check_unchanged(self) -> None:
+        """Raises if the step asks for another update than backward has made."""
+        if self.updated and not _same(self._options, _options(self._optimizer)):
+            raise UsageError(
+                "The optimizer's options changed between backward and step(), but backward has "
+                "updated units already; change them before backward, or set tiers.update = 'step' "
+                "in the plan."
+            )
+        changed = {
+            slot.unit
+            for slot in self._slots
+            if slot.unit in self.updated and not grads.is_untouched(slot)
+        }
+        self._runtime.require_not_updated(changed, "got another gradient, or lost it,")
+
+    def _remember(self) -> None:
+        """What holds for the whole step; read now, because groups list pieces while one runs."""
+        if self._before is None:
+            groups = self._optimizer.param_groups
+            self._members = {p for group in groups for p in group["params"]}
+            self._before = {slot: dict(numbers) for slot, numbers in self._numbers.items()}
+
+    def _update(self, window: _Window) -> None:
+        unit = window.unit
+        with span("update", f"update {unit.name}"):
+            self._step(window)
+        self._give_back(window, updates_params=not self._by_difference(unit, window.flat))
+
+    def _windows(self, units: Iterable[Unit]) -> Iterator[_Window]:
+        for unit in units:
+            for flat in unit.trained:
+                if flat.updates_in_windows:
+                    yield from self._windows_of(unit, flat)
+
+    def _windows_of(self, unit: Unit, flat: Flat) -> Iterator[_Window]:
+        moving = [
+            slot
+            for slot in flat.slots
+            if (slot.has_grad or slot.used) and slot.face.parameter in self._members
+        ]
         size = self._runtime.plan.tiers.window_numel
         for start in range(flat.optim_at.start, flat.optim_at.stop, size):
             place = Interval(start, min(start + size, flat.optim_at.stop))
@@ -111,20 +193,28 @@ class WindowedUpdate:
                 yield _Window(unit, flat, place, slots)
 
     def _load(self, window: _Window) -> _Window:
+        """Begins to read all that an update needs."""
+        self._lend_grad(window)
+        self._lend_states(window)
+        return window
+
+    def _lend_grad(self, window: _Window) -> None:
+        assert window.flat.reduced is not None
+        window.grad = window.flat.reduced.lend(*window.inside)
+
+    def _lend_states(self, window: _Window) -> None:
         flat, (start, stop) = window.flat, window.inside
         assert flat.master is not None
-        assert flat.reduced is not None
-        window.grad = flat.reduced.lend(start, stop)
         window.master = flat.master.lend(start, stop)
         if any(slot in self._numbers for slot in window.slots):
             rests = self._rests.get(flat, {})
             window.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
-        return window
 
     def _step(self, window: _Window) -> None:
         """The optimizer's own step, on the pieces of a window."""
         assert window.master is not None
         assert window.grad is not None
+        assert self._before is not None
         master, grad = window.master.wait(), window.grad.wait()
         if window.flat.grad_factor != 1.0:
             grad = grad.mul_(window.flat.grad_factor)  # a copy of what is stored
@@ -146,6 +236,7 @@ class WindowedUpdate:
             trim_heap()  # of the states that the optimizer made, and that rest elsewhere now
 
     def _state_of_piece(self, window: _Window, slot: ParamSlot) -> State:
+        assert self._before is not None
         numbers = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in self._before[slot].items()
@@ -274,6 +365,9 @@ class WindowedUpdate:
                 rest.free()
         self._rests.clear()
         self._numbers.clear()
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
 
     def _forget(self, slot: ParamSlot) -> tuple[State, set[str]]:
         """Empty records of a parameter's state, to be filled."""
@@ -295,6 +389,30 @@ class WindowedUpdate:
             for key in self._tensors[slot]
         }
         show_state(self._optimizer, slot, self._numbers[slot] | shown)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups' options as they are now."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    def equal(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return torch.equal(one, other)
+        return type(one) is type(other) and bool(one == other)
+
+    return len(before) == len(now) and all(
+        one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        for one, other in zip(before, now, strict=True)
+    )
 
 
 def _is_per_element(value: Any, shape: torch.Size) -> bool:

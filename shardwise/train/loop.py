@@ -98,6 +98,11 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
     plan, predicted_s = _choose_plan(config, model)
     if config.nvme is not None:
         plan = replace(plan, tiers=replace(plan.tiers, path=config.nvme))
+    if plan.tiers.update == "backward" and config.train.clip:
+        raise ConfigError(
+            f"train.clip = {config.train.clip} needs all gradients before anything is updated, but "
+            "the plan updates in backward; set train.clip = 0, or tiers.update = 'step'"
+        )
     model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
     # Weights are the same on every rank; dropout should not be.
     torch.manual_seed(config.train.seed + 1 + dist.get_rank())

@@ -384,3 +384,22 @@ def test_a_host_that_nobody_described_is_an_error_and_not_free() -> None:
         prices.update(1000, "nvme")
     one_memory = replace(lacking, device=replace(lacking.device, kind="cpu"))
     assert Prices(one_memory).move("cpu", 1000, writes=True).seconds == 0
+
+
+def test_updates_beside_a_long_backward_cost_only_the_last_of_them() -> None:
+    on, flops = cluster("node=2,world=2"), 2e11  # a block's backward takes longer than its states
+    at_step, beside = (
+        estimate(
+            replace(plan_of("infinity"), tiers=Tiers(path="/nvme", update=update)),
+            on,
+            flops=flops,
+        )
+        for update in ("step", "backward")
+    )
+    assert sum(beside.exposed.values()) == pytest.approx(beside.step_s, rel=1e-9)
+    assert beside.exposed["compute"] == pytest.approx(at_step.exposed["compute"])
+    # Root's is left, and of the blocks' only what the first one's needs after backward.
+    saved = at_step.step_s - beside.step_s
+    streamed = at_step.exposed["tier"] + at_step.exposed["update"]
+    assert 0.5 * streamed < saved < streamed
+    assert beside.memory == at_step.memory

@@ -76,6 +76,8 @@ def compare_all(path: str) -> None:
     compare(path, "hsdp", "full")
     for name, keep in (("ddp", "none"), ("ddp", "full"), ("zero3", "node"), ("amsp", "none")):
         compare(path, name, keep, tier="nvme")
+        early = Tiers(path=path, update="backward")
+        compare(path, name, keep, tier="nvme", tiers=early)
     compare(path, "zero3", "none", tiling=Tiling(numel=480))  # with tied weights
     tiled = {"kind": UntiedGPT, "tiling": Tiling(numel=480)}
     compare(path, "zero3", "node", tier="nvme", activations="recompute", **tiled)

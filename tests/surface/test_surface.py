@@ -43,6 +43,7 @@ PLAN_KEYS = {
     "tiers.cpu_bytes",
     "tiers.nvme_bytes",
     "tiers.window_numel",
+    "tiers.update",
     "tiers.checksum",
     "tiling",
     "tiling.numel",

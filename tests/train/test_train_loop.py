@@ -91,6 +91,20 @@ def test_mistakes_that_only_a_worker_can_see(tmp_path: Path) -> None:
         run_training(config, prepare_output(config))
 
 
+def test_a_plan_that_updates_in_backward_trains_without_clipping(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('preset = "infinity"\nmin_unit_numel = 500\n[tiers]\nupdate = "backward"\n')
+    given = {"plan": str(plan), "nvme": str(tmp_path), "workers": 1}
+    clipped = job(tmp_path, **given)
+    with pytest.raises(UsageError, match=r"train\.clip = 1\.0 needs all gradients"):
+        run_training(clipped, prepare_output(clipped))
+    losses = []
+    for name, changes in {"early": given, "plain": {"workers": 1}}.items():
+        changes = changes | {"train.clip": 0.0, "output": str(tmp_path / name)}
+        losses.append([record["loss"] for record in run(job(tmp_path, **changes))[1]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_mistakes_before_anything_starts(tmp_path: Path) -> None:
     config = job(tmp_path, workers=3)
     with pytest.raises(ConfigError, match="cannot be cut: 3 ranks"):
