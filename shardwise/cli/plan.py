@@ -197,6 +197,7 @@ def _answer(advice: "Advice") -> dict[str, Any]:
         "ranked": [_row(advice, c) for c in advice.result.ranked],
         "front": [_row(advice, c) for c in advice.front],
         "presets": {name: _row(advice, c) for name, c in advice.presets.items()},
+        "left_out": advice.left_out,
         "what_if": [
             {"change": w.change, "step_s": w.step_s, "speed_up": w.speed_up}
             for w in advice.what_ifs
@@ -267,6 +268,8 @@ def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
         console.print(f"  with {what_if.change}: {what_if.step_s:.3f} s, {gain}")
     console.print("\n[bold]With less memory[/bold]", _plans_table(advice, list(advice.front)))
     console.print("[bold]Presets[/bold], in the same batch", _presets_table(advice, advice.best))
+    for name, reason in advice.left_out.items():
+        console.print(f"  without {name}: {reason}", markup=False)
     for path, what in ((output, "plan"), (chart, "chart")):
         if path is not None:
             console.print(f"{what} written to {path}", markup=False)

@@ -46,6 +46,8 @@ class Advice:
     """Best plans for less and less memory: nothing else is both faster and smaller."""
     presets: dict[str, Candidate]
     """What people would choose by name, whether it fits or not."""
+    left_out: dict[str, str]
+    """The presets that cannot be compared here, each with the reason."""
     what_ifs: tuple[WhatIf, ...]
     binds: str
     """What keeps the best plan from being faster, as a sentence."""
@@ -62,35 +64,42 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
     looking = Search(request)
     result = looking.run()
     if result.best is None:
-        return Advice(request, result, None, (), {}, (), "memory")
+        return Advice(request, result, None, (), {}, {}, (), "memory")
     tell("choices for single units")
     best = refine(request, result.best)
     tell("what less memory costs")
     front = _front(request, looking, best)
     tell("presets")
-    named = presets(request, best.batch)
+    named, left_out = _presets(request, best.batch)
     what_ifs = tuple(_what_ifs(request, looking, best, tell))
-    return Advice(request, result, best, front, named, what_ifs, _binds(request, best, what_ifs))
+    binds = _binds(request, best, what_ifs)
+    return Advice(request, result, best, front, named, left_out, what_ifs, binds)
 
 
-def presets(request: Request, batch: Batch) -> dict[str, Candidate]:
-    """The presets that are legal here and lose no more than is allowed, in the same batch."""
+def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """The presets in the same batch; and those that cannot be run or priced here, with reasons."""
     topology = request.cluster.topology
-    found = {}
+    found: dict[str, Candidate] = {}
+    left_out: dict[str, str] = {}
     for name, preset in PRESETS.items():
         plan = replace(preset(), precision=request.precision)
         if name == "infinity":
             plan = replace(plan, tiers=replace(plan.tiers, path=request.path))
-        if violations(plan, topology) or (request.loss is Loss.NONE and plan.is_lossy()):
+        reasons = violations(plan, topology)
+        if request.loss is Loss.NONE and plan.is_lossy():
+            reasons = ["It loses bits on the wire."]
+        if reasons:
+            left_out[name] = reasons[0]
             continue
         try:
             candidate = evaluate(request, plan, batch)
             if not candidate.fits(request) and plan.activations == "keep":
                 candidate = evaluate(request, replace(plan, activations="recompute"), batch)
-        except PlanError:
-            continue  # the cluster lacks what it needs, a disk for example
-        found[name] = candidate
-    return found
+        except PlanError as error:  # the cluster lacks what it needs, a disk for example
+            left_out[name] = str(error)
+        else:
+            found[name] = candidate
+    return found, left_out
 
 
 def _front(request: Request, looking: Search, best: Candidate) -> tuple[Candidate, ...]:

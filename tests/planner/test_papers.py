@@ -1,9 +1,10 @@
 """A short version of ``benchmarks/papers.py``: its rows make sense, and say what papers say."""
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -15,19 +16,15 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "papers.py"
 
 
 @pytest.fixture(scope="module")
-def papers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("papers", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["papers"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+def papers() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module("papers")
 
 
 def speed_ups(papers: ModuleType, prefetch: int) -> list[float]:
     cases = [(links, 2048) for links in (8, 4, 2, 1)]
-    rows = list(papers.zeropp_rows(prefetch, cases, ["18B"]))
+    rows = list(papers.zeropp.zeropp_rows(prefetch, cases, ["18B"]))
     return [row.predicted for row in rows if row.what.endswith("speed-up")]
 
 
@@ -40,19 +37,19 @@ def test_zeropp_gains_more_on_slower_links(papers, prefetch):
 
 
 def test_speed_ups_of_zeropp_are_near_the_published_ones(papers):
-    rows = [row for row in papers.zeropp_rows(0, models=["18B"]) if row.unit == "x"]
-    assert len(rows) == len(papers.ZEROPP)
+    rows = [row for row in papers.zeropp.zeropp_rows(0, models=["18B"]) if row.unit == "x"]
+    assert len(rows) == len(papers.zeropp.ZEROPP)
     assert all(0.8 < row.ratio < 1.25 for row in rows), rows
 
 
 def test_every_figure_is_finite_and_positive(papers):
     rows = [
-        *papers.tutorial_rows(),
-        *papers.mfu_rows(),
-        *papers.internevo_rows(),
-        *papers.infinity_rows(["0.5T", "20T"]),
-        *papers.scaling_rows(),
-        *papers.prefetch_rows(),
+        *papers.zeropp.tutorial_rows(),
+        *papers.amsp.mfu_rows(),
+        *papers.amsp.internevo_rows(),
+        *papers.infinity.infinity_rows(["0.5T", "20T"]),
+        *papers.infinity.scaling_rows(),
+        *papers.infinity.prefetch_rows(),
     ]
     for row in rows:
         assert isfinite(row.predicted), row
@@ -63,12 +60,12 @@ def test_every_figure_is_finite_and_positive(papers):
 
 def test_more_nodes_are_more_than_linear(papers):
     """Where states rest on disks, as ZeRO-Infinity found."""
-    *_, over_linear = papers.scaling_rows()
+    *_, over_linear = papers.infinity.scaling_rows()
     assert over_linear.predicted > 1
 
 
 def test_models_grow_with_what_is_moved_off_the_device(papers):
-    sizes = [row.predicted for row in papers.size_rows()]
+    sizes = [row.predicted for row in papers.infinity.size_rows()]
     assert sizes == sorted(sizes)
 
 
@@ -80,7 +77,7 @@ def test_ratios_of_a_group(papers):
 
 def test_the_command_needs_no_torch():
     code = (
-        "import runpy, sys; sys.modules['torch'] = None; "
+        f"import runpy, sys; sys.modules['torch'] = None; sys.path[0] = {str(SCRIPT.parent)!r}; "
         f"sys.argv = ['papers.py', '--groups', 'A3', '--json']; runpy.run_path({str(SCRIPT)!r}, "
         "run_name='__main__')"
     )

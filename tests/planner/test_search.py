@@ -13,6 +13,7 @@ from shardwise.core.cluster import Cluster, Curve, Device, Disk, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
 from shardwise.plan.file import load_plan
+from shardwise.plan.presets import PRESETS
 from shardwise.plan.validate import violations
 from shardwise.planner import space
 from shardwise.planner.advice import advise
@@ -160,6 +161,11 @@ class TestAdvice:
         fitting = [c for c in advice.presets.values() if c.fits(advice.request)]
         assert fitting
         assert all(c.step_s >= 0.99 * advice.best.step_s for c in fitting)
+
+    def test_presets_that_are_left_out_have_a_reason(self, advice):
+        assert advice.presets.keys() | advice.left_out.keys() == PRESETS.keys()
+        assert not advice.presets.keys() & advice.left_out.keys()
+        assert "disk" in advice.left_out["infinity"]
 
 
 class TestCommand:

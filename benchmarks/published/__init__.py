@@ -1,0 +1,1 @@
+"""What three papers published of their own clusters, one module a paper."""

@@ -1,0 +1,117 @@
+"""Figures of papers beside the simulator's, and what both are made with."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shardwise.core.cluster import Cluster
+from shardwise.cost.simulate import Estimate
+from shardwise.plan.facts import Facts
+from shardwise.plan.memory import Memory
+from shardwise.plan.plan import Plan, StatePlan
+from shardwise.planner.alike import Alike
+from shardwise.planner.search import Request, overflows
+from shardwise.planner.space import mixed
+
+TERA = 1e12
+RECOMPUTED = 4 / 3
+"""These papers count a recomputed forward: 18B of tutorial, 512 tokens, 9.96 s at 7.65 TFLOP/s are
+76e12 operations, 8 for a parameter and token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A figure of a paper, and what the simulator says of it."""
+
+    what: str
+    predicted: float
+    published: float | None = None
+    unit: str = ""
+    exposed: dict[str, float] | None = None
+    """What the predicted step went for, in shares of it."""
+    main: bool = False
+    """Whether docs/papers.md shows it."""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.predicted / self.published if self.published else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one kind."""
+
+    key: str
+    title: str
+    setup: str
+    why: str
+    """Why predictions differ from what was published."""
+    rows: Callable[[], Iterator[Row]]
+
+
+def estimate(
+    facts: Facts,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    micro: int,
+    seq: int,
+    accumulate: int = 1,
+    flat: bool = False,
+) -> Estimate:
+    """A step of a plan."""
+    topology = cluster.topology
+    work = facts.work(micro, seq, plan, topology)
+    return Alike(facts.spec(plan, topology)).estimate(
+        plan, work, cluster, accumulate=accumulate, flat=flat
+    )
+
+
+def states(name: str, params: str, grads: str, optim: str, dtype: str) -> Plan:
+    """A plan of three spreads."""
+    return Plan(
+        name=name,
+        params=StatePlan(spread=params),
+        grads=StatePlan(spread=grads),
+        optim=StatePlan(spread=optim),
+        precision=mixed(dtype),
+    )
+
+
+def shares(found: Estimate) -> dict[str, float]:
+    """What a step went for, in shares of at least one percent."""
+    parts = {use: seconds / found.step_s for use, seconds in found.exposed.items()}
+    return {use: round(share, 3) for use, share in parts.items() if share >= 0.01}
+
+
+def needs(facts: Facts, plan: Plan, cluster: Cluster, *, micro: int, seq: int) -> Memory:
+    """What each rank needs with one micro-batch a step."""
+    topology = cluster.topology
+    work = facts.work(micro, seq, plan, topology)
+    return Alike(facts.spec(plan, topology)).memory(
+        plan, topology, accumulates=False, activations=work.saved.held(plan.activations)
+    )
+
+
+def fits(facts: Facts, plan: Plan, cluster: Cluster, *, micro: int, seq: int) -> bool:
+    """Whether that is there on every tier."""
+    request = Request(facts=facts, cluster=cluster, global_batch=cluster.world, seq=seq)
+    return not any(overflows(needs(facts, plan, cluster, micro=micro, seq=seq), request))
+
+
+def tflops(found: Estimate) -> float:
+    """A GPU's, the recomputed forward counted."""
+    return found.flops_per_s * RECOMPUTED / TERA
+
+
+def written(plan: Plan) -> str:
+    """P/G/OS and what else a plan has."""
+    spreads = "/".join(state.spread for state in (plan.params, plan.grads, plan.optim))
+    tiers = "/".join(state.tier for state in (plan.params, plan.grads, plan.optim))
+    wires = "|".join(state.wire or "raw" for state in (plan.params, plan.grads, plan.optim))
+    more = [
+        f"keep={plan.keep}" if plan.keep != "none" else "",
+        wires if wires != "raw|raw|raw" else "",
+        tiers if plan.rests_on("cpu") or plan.rests_on("nvme") else "",
+        plan.activations if plan.activations != "keep" else "",
+    ]
+    return " ".join([spreads, *(word for word in more if word)])
