@@ -1,7 +1,8 @@
 """How well the planner predicts and chooses, against training on an emulated cluster; needs root.
 
-    python benchmarks/planner.py                        # half an hour: two grids, four rates
+    python benchmarks/planner.py                        # an hour: two grids, four rates
     python benchmarks/planner.py --grids 2x2 --rates 200mbit --rounds 1
+    python benchmarks/planner.py --memory               # peak memory instead of time
 
 Every rate is probed, predicted and measured in one go. Results are appended to a file; the tables
 are made of all that it has.
@@ -9,6 +10,7 @@ are made of all that it has.
 
 import argparse
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from shardwise.bench.accuracy import (
     CHOSEN,
     FIXED,
     Comparison,
+    Footprint,
     Setup,
     compare,
+    footprints,
     plans,
     read,
     summarise,
@@ -37,35 +41,42 @@ def main() -> None:
     )
     parser.add_argument("--grids", default="2x2,4x1", help="nodes x ranks")
     parser.add_argument("--rates", default="none,1gbit,200mbit,50mbit")
-    parser.add_argument("--model", default="gpt-mini")
-    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--model", help="default: gpt-mini; for memory gpt-small")
+    parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plans", default=",".join(plans()))
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "planner.jsonl")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--results", type=Path, help="default: results/planner*.jsonl")
     parser.add_argument("--clusters", type=Path, help="a folder for the probed clusters")
     parser.add_argument("--show", action="store_true", help="only the tables of what is there")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    name = "planner-memory.jsonl" if args.memory else "planner.jsonl"
+    args.results = args.results or ROOT / "results" / name
     args.results.parent.mkdir(parents=True, exist_ok=True)
     if args.clusters:
         args.clusters.mkdir(parents=True, exist_ok=True)
     errors = Console(stderr=True, highlight=False)
     if not args.show:
         setup = Setup(
-            model=args.model,
+            model=args.model or ("gpt-small" if args.memory else "gpt-mini"),
             seq=args.seq,
             grids=tuple(_grid(text) for text in args.grids.split(",")),
             rates=tuple(Rate.parse(text) for text in args.rates.split(",")),
             rounds=args.rounds,
             names=tuple(args.plans.split(",")),
         )
-        for one in compare(setup, errors.print, args.clusters):
+        if args.memory:
+            made = footprints(setup, errors.print)
+        else:
+            made = compare(setup, errors.print, args.clusters)
+        for one in made:
             write(args.results, one)
-    found = read(args.results)
+    found = read(args.results, Footprint if args.memory else Comparison)
     if args.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     else:
-        _print(found)
+        (_print_memory if args.memory else _print)(found)
 
 
 def _grid(text: str) -> tuple[int, int]:
@@ -98,7 +109,8 @@ def _print(found: list[Comparison]) -> None:
     accuracy = summarise(found)
     console.print(
         f"median error {accuracy.median_error:.1%}, worst {accuracy.worst_error:.1%}, "
-        f"rank correlation at least {accuracy.rank_correlation:.3f}"
+        f"rank correlation {accuracy.rank_correlation:.3f} of all together, of a single cluster at "
+        f"least {accuracy.least_correlation:.3f}"
     )
     table = Table(
         "cluster", "regret", *FIXED, title=f"measured time of {CHOSEN}, and of others over it"
@@ -110,6 +122,17 @@ def _print(found: list[Comparison]) -> None:
         ]
         table.add_row(" at ".join(key), f"{accuracy.regrets[key]:.2f}", *ratios)
     console.print(table)
+
+
+def _print_memory(found: list[Footprint]) -> None:
+    table = Table("grid", "plan", "predicted, MB", "measured, MB", "error")
+    for one in found:
+        predicted, peak = one.predicted_bytes / 1e6, one.peak_bytes / 1e6
+        table.add_row(one.grid, one.plan, f"{predicted:.0f}", f"{peak:.0f}", f"{one.error:+.0%}")
+    console = Console()
+    console.print(table)
+    errors = [abs(one.error) for one in found]
+    console.print(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 
 
 if __name__ == "__main__":

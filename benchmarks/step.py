@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,46 +201,9 @@ def _time_all(args: argparse.Namespace, names: list[str]) -> dict[str, list[floa
 
 
 def _measure_memory(args: argparse.Namespace, name: str) -> dict[str, float]:
-    import torch
+    from shardwise.bench.memory import peak_bytes
 
-    from shardwise.bench.contenders import batch, build
-
-    setting = _setting(args)
-    _warm_up()
-    base = _rss_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    contender = build(name, setting)
-    for i in range(4):
-        contender.step(batch(setting, i))
-    contender.drain()
-    peak = torch.tensor([_rss_bytes("VmHWM") - base], dtype=torch.float64)
-    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
-    row = {"peak_mb": peak.item() / 1e6}
-    return row
-
-
-def _warm_up() -> None:
-    """Loads every library that any contender uses, so that only models and states are counted."""
-    import torch
-    import torch._dynamo
-    import torch.distributed.fsdp
-    from torch import nn
-
-    import shardwise.api
-    import shardwise.train.models  # noqa: F401
-
-    layer = nn.TransformerEncoderLayer(64, 2, batch_first=True)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    layer(torch.randn(1, 8, 64)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _rss_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{field} not found")
+    return {"peak_mb": peak_bytes(name, asdict(_setting(args))) / 1e6}
 
 
 def _setting(args: argparse.Namespace) -> "Setting":

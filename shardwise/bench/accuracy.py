@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.bench.cluster import Cluster, Rate, signals_raised
 from shardwise.bench.jobs import Job
-from shardwise.bench.messages import Build, Measured, Setting, Turn
+from shardwise.bench.messages import Build, Call, Measured, Returned, Setting, Turn
 from shardwise.bench.probe import probe_job
 from shardwise.core import cluster as described
+from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster
 from shardwise.plan import presets
 from shardwise.plan.file import dump_plan
+from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, StatePlan
 from shardwise.planner.search import Request, evaluate, search
 from shardwise.planner.space import Batch
@@ -77,12 +80,27 @@ class Comparison:
         return self.predicted_s / self.measured_s - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The memory of one plan on one grid: of the rank that has most, above a process without it."""
+
+    grid: str
+    plan: str
+    predicted_bytes: int
+    peak_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted_bytes / self.peak_bytes - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What is trained, and on which clusters."""
 
     model: str = "gpt-mini"
-    seq: int = 128
+    seq: int = 512
     grids: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
     """Nodes, and ranks on each."""
     rates: tuple[Rate, ...]
@@ -120,6 +138,46 @@ def compare(
                     )
                     yield replace(one, rate=str(rate))
             job.leave()
+
+
+def footprints(setup: Setup, tell: Callable[[str], None]) -> Iterator[Footprint]:
+    """Peak memory, each plan in processes of its own; the rate of a link does not matter."""
+    facts = facts_of(setup.model)
+    for nodes, ranks in setup.grids:
+        grid = f"node={ranks},world={nodes}"
+        topology = Topology.parse(grid)
+        setting = Setting(model=setup.model, seq=setup.seq, levels=grid, deferred=True)
+        with (
+            signals_raised(),
+            Cluster(nodes) as cluster,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            for number, name in enumerate(setup.names):
+                plan = plans()[name]
+                path = Path(folder) / f"{number}.toml"
+                path.write_text(dump_plan(plan), encoding="utf-8")
+                with ExitStack() as ending:
+                    job = Job(
+                        cluster, f"m{number}", sys.executable, ranks_per_node=ranks, number=number
+                    )
+                    ending.callback(job.close)
+                    job.wait_until_started()
+                    arguments = {"contender": str(path), "setting": asdict(setting)}
+                    answers: list[Returned] = job.ask(
+                        Call("shardwise.bench.memory:peak_bytes", arguments)
+                    )
+                    job.leave()
+                work = facts.work(1, setup.seq, plan, topology)
+                held = work.saved.held(plan.activations)
+                needed = memory(plan, facts.spec(plan, topology), topology, activations=held)
+                found = Footprint(
+                    grid=grid,
+                    plan=name,
+                    predicted_bytes=needed.total,
+                    peak_bytes=answers[0].value,
+                )
+                tell(f"{nodes} x {ranks}: {name} predicted {found.error:+.0%}")
+                yield found
 
 
 class _Trial:
@@ -180,7 +238,9 @@ class Accuracy:
     median_error: float
     worst_error: float
     rank_correlation: float
-    """Spearman's, the least of all clusters."""
+    """Spearman's, of all plans on all clusters together."""
+    least_correlation: float
+    """The least of a single cluster's. Where plans take about the same time, it is noise."""
     regrets: dict[tuple[str, str], float]
     """By cluster: measured time of the chosen plan over the best measured one's."""
 
@@ -194,10 +254,8 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
     return Accuracy(
         statistics.median(errors),
         max(errors),
-        min(
-            _spearman([one.predicted_s for one in some], [one.measured_s for one in some])
-            for some in clusters.values()
-        ),
+        _correlation(found),
+        min(_correlation(some) for some in clusters.values()),
         {
             key: next(one.measured_s for one in some if one.plan == CHOSEN)
             / min(one.measured_s for one in some)
@@ -206,14 +264,21 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
     )
 
 
-def read(results: Path) -> list[Comparison]:
+Recorded = TypeVar("Recorded", Comparison, Footprint)
+
+
+def read(results: Path, kind: type[Recorded]) -> list[Recorded]:
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return [Comparison(**json.loads(line)) for line in lines]
+    return [kind(**json.loads(line)) for line in lines]
 
 
-def write(results: Path, one: Comparison) -> None:
+def write(results: Path, one: Comparison | Footprint) -> None:
     with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(one)) + "\n")
+
+
+def _correlation(found: Sequence[Comparison]) -> float:
+    return _spearman([one.predicted_s for one in found], [one.measured_s for one in found])
 
 
 def _spearman(first: Sequence[float], second: Sequence[float]) -> float:

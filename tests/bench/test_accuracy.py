@@ -1,0 +1,91 @@
+"""Predictions beside training: the figures, and one short run of each kind on a real network."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from shardwise.bench.accuracy import (
+    CHOSEN,
+    Comparison,
+    Footprint,
+    Setup,
+    compare,
+    footprints,
+    plans,
+    read,
+    summarise,
+    write,
+)
+from shardwise.bench.cluster import Rate
+from shardwise.core.topology import Topology
+from shardwise.plan.validate import violations
+
+
+def one(plan: str, predicted_s: float, measured_s: float, rate: str = "none") -> Comparison:
+    return Comparison(
+        grid="node=2,world=2",
+        rate=rate,
+        plan=plan,
+        predicted_s=predicted_s,
+        measured_s=measured_s,
+        exposed={},
+    )
+
+
+def test_the_figures() -> None:
+    found = [
+        one("ddp", 1.1, 1.0),
+        one("zero3", 1.0, 1.25),
+        one(CHOSEN, 1.0, 1.05),
+        one("ddp", 8.0, 10.0, "50mbit"),
+        one("zero3", 30.0, 30.0, "50mbit"),
+        one(CHOSEN, 5.0, 5.0, "50mbit"),
+    ]
+    accuracy = summarise(found)
+    assert accuracy.worst_error == pytest.approx(0.2)
+    assert accuracy.median_error == pytest.approx((0.1 + 0.05 / 1.05) / 2)
+    assert accuracy.least_correlation < 0.2 < 0.7 < accuracy.rank_correlation
+    regrets = {rate: regret for (_, rate), regret in accuracy.regrets.items()}
+    assert regrets == {"none": pytest.approx(1.05), "50mbit": pytest.approx(1)}
+
+
+def test_results_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    assert read(file, Comparison) == []
+    for plan in ("ddp", "zero3"):
+        write(file, one(plan, 1.0, 2.0))
+    assert [each.plan for each in read(file, Comparison)] == ["ddp", "zero3"]
+    assert read(file, Comparison)[0].error == -0.5
+
+
+@pytest.mark.parametrize("grid", ["node=2,world=2", "node=1,world=4"])
+def test_at_least_twelve_plans_run_on_the_grids(grid: str) -> None:
+    assert sum(not violations(plan, Topology.parse(grid)) for plan in plans().values()) >= 12
+
+
+def test_a_short_run(real_network: None, tmp_path: Path) -> None:
+    setup = Setup(
+        model="gpt-tiny",
+        seq=16,
+        grids=((2, 1),),
+        rates=(Rate.parse("50mbit"),),
+        rounds=1,
+        names=("zero3", "ddp"),
+        quick=True,
+    )
+    told: list[str] = []
+    found = list(compare(setup, told.append, tmp_path))
+    assert [each.plan for each in found] == ["zero3", "ddp", CHOSEN]
+    assert all(each.predicted_s > 0 and each.measured_s > 0 for each in found)
+    assert all(math.isclose(sum(each.exposed.values()), each.predicted_s) for each in found)
+    assert [file.name for file in tmp_path.iterdir()] == ["2x1-50mbit.toml"]
+    assert any("probing" in line for line in told)
+
+
+def test_a_footprint(real_network: None) -> None:
+    setup = Setup(model="gpt-mini", seq=64, grids=((2, 1),), rates=(), names=("zero3",))
+    (found,) = footprints(setup, lambda _: None)
+    assert isinstance(found, Footprint)
+    # Of a model of some megabytes the allocator's habits are a good part.
+    assert abs(found.error) < 0.3
