@@ -18,7 +18,7 @@ from shardwise.core.cluster import Cluster, ClusterError, Curve, Host, LinkSpec
 from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.plan.plan import Rungs
-from shardwise.plan.schedule import CHUNK_NUMEL, Hop, Op
+from shardwise.plan.schedule import Hop, Op, chunk_numel
 
 PROCESSOR = "processor"
 READ, WRITE, HOST = "read", "write", "host"
@@ -108,7 +108,7 @@ class Prices:
         use, hops = "reduce", op.hops
         if not any(hop.format for hop in hops):
             return [(self.hops(use, hops, reduces=True), [])]
-        chunks = max(1, -(-numel // CHUNK_NUMEL))
+        chunks = max(1, -(-numel // chunk_numel(rungs.granules)))
         simulated = min(chunks, MOST_CHUNKS)
         by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
         last = [by_hop.pop()] if overlaps else []

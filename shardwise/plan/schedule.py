@@ -349,9 +349,23 @@ CHUNK_NUMEL = 1 << 22
 """Elements of a chunk of an encoded reduction: long for the link, short enough to overlap."""
 
 
+LEAST_COLUMNS = 1 << 15
+"""Elements of a chunk that any one rank gets, at least: with many ranks chunks grow, because
+messages of a few kilobytes would cost a link its latency and nothing else."""
+
+
+def chunk_numel(rows: int) -> int:
+    """Elements of a chunk of so many granules."""
+    return max(CHUNK_NUMEL, rows * LEAST_COLUMNS)
+
+
 def chunk_columns(granule: int, rows: int) -> Iterator[slice]:
-    """Cuts granules so that chunks of ``rows`` of them are not much longer than CHUNK_NUMEL."""
-    width = max(1, CHUNK_NUMEL // rows // BLOCKS[-1]) * BLOCKS[-1]  # which cuts no block
+    """Cuts granules so that ``rows`` of them are not much longer than a chunk.
+
+    >>> [next(chunk_columns(1 << 24, rows)).stop for rows in (4, 64, 1024)]
+    [1048576, 65536, 32768]
+    """
+    width = max(1, chunk_numel(rows) // rows // BLOCKS[-1]) * BLOCKS[-1]  # which cuts no block
     for start in range(0, granule, width):
         yield slice(start, min(start + width, granule))
 
