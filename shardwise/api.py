@@ -137,7 +137,7 @@ def unshard(model: nn.Module) -> nn.Module:
     The optimizer keeps working on the same parameters, but its states are dropped.
     """
     runtime = runtime_of(model)
-    runtime.require_idle("unshard")
+    runtime.require_idle("unshard", before_step=True)
     build.restore(runtime)
     del _runtimes[model]
     return model

@@ -7,6 +7,7 @@ submission, which is the same on every rank; that is what makes collectives matc
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -47,13 +48,9 @@ class _ThreadTicket:
 
 
 class ThreadLane:
-    """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL.
+    """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL."""
 
-    Beside CUDA it is for what the host does: ``device`` is the one that its work may touch.
-    """
-
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[Early], None], _ThreadTicket] | None] = (
             queue.SimpleQueue()
         )
@@ -77,8 +74,6 @@ class ThreadLane:
     def _run(self) -> None:
         # Inference mode and grad mode are per thread: transfers must never be recorded.
         torch.set_grad_enabled(False)
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # per thread, too
         while (item := self._queue.get()) is not None:
             work, ticket = item
             if self._broken is None:
@@ -135,11 +130,57 @@ class InlineLane:
         pass
 
 
+class _Future:
+    def __init__(self, future: "Future[None]") -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class HostLane:
+    """The thread for what the host does beside a backward.
+
+    One for all models and optimizers of a process, because these may share parameters and groups.
+    Work that fails breaks nothing but itself. On CUDA it has a stream of its own.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def submit(self, work: Callable[[], None], device: torch.device) -> Ticket:
+        """Queues work that comes after everything that the caller's stream has been given."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "shardwise-host")
+        if device.type != "cuda":
+            return _Future(self._pool.submit(self._run, work))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        begun = torch.cuda.Event()
+        begun.record(torch.cuda.current_stream(index))
+        return _Future(self._pool.submit(self._run_on_cuda, work, index, begun))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        with torch.no_grad():
+            work()
+
+    def _run_on_cuda(self, work: Callable[[], None], index: int, begun: torch.cuda.Event) -> None:
+        with torch.cuda.device(index):
+            stream = self._streams.setdefault(index, torch.cuda.Stream(index))
+            with torch.cuda.stream(stream):
+                begun.wait()
+                self._run(work)
+                stream.synchronize()
+
+
+HOST = HostLane()
+
+
 def wait_on_host(ticket: Ticket, device: torch.device) -> None:
     """Waits for work whose results the host reads: on CUDA a ticket alone orders only a stream."""
     ticket.wait()
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def make_lane(name: str, device: torch.device, world: int) -> Lane:

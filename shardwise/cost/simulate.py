@@ -428,7 +428,9 @@ class _Steps:
         reads, writes = (
             self._prices.move(tier, op.moved_bytes / 2, writes=writes) for writes in (False, True)
         )
-        read = Job("read states", f"read states of {name}", [reads])
+        # One thread does it all, so that the next unit's states come when this one is updated.
+        before = self._updates[-2] if self._updates else None
+        read = Job("read states", f"read states of {name}", [reads], before)
         ready = Job("update", f"update {name}", [], reduction[-1] if reduction else None)
         tier = unit.plan.optim.tier
         work = [self._prices.update(unit.update_numel, tier)] if tier != "device" else []

@@ -170,12 +170,21 @@ class Plan:
                 if state is not None and state.tier == "cpu"
             }
 
-        return replace(
+        plan = replace(
             self,
             **merged(self),
             overrides=tuple(replace(override, **merged(override)) for override in self.overrides),
             activations="recompute" if self.activations == "cpu" else self.activations,
         )
+        if self._has_away() and not plan._has_away():  # then nothing is left that streams
+            plan = replace(plan, tiers=replace(plan.tiers, update="step"))
+        return plan
+
+    def _has_away(self) -> bool:
+        """Whether gradients or optimizer states of any unit rest on a tier."""
+        owners: list[Plan | Override] = [self, *self.overrides]
+        states = [state for owner in owners for state in (owner.grads, owner.optim)]
+        return any(state is not None and state.tier != "device" for state in states)
 
     def rests_on(self, tier: str) -> bool:
         """Whether any state of any unit, or activations, rest on a tier.

@@ -10,10 +10,11 @@ reduced once more. A tile's gradient is reduced whenever it arrives: once for ea
 With ``tiers.update = "backward"`` a unit that a tier holds something of is updated as soon as it is
 reduced, in a thread of its own, so that reads and writes of its states overlap the rest of
 backward. A rank does so only if it knows all that an update at the step would know: the recorded
-backward says that no more gradients come, and all the unit's parameters got one on this very rank,
-so that nothing depends on what other ranks used. Everything else waits for the step: the root, the
-first backward, units that this rank passed by. The reduction needs all ranks, and each of them has
-used the unit for the last time by then; so no rank computes with values that are too new.
+backward says that no more gradients come, and all the unit's parameters got theirs on this very
+rank, so that nothing depends on what other ranks used. Everything else waits for the step: the
+root, the first backward, units that this rank passed by. The reduction needs all ranks, and each of
+them has gathered the unit for the last time by then; where it is not gathered but computes with P
+itself, it must also have left the unit's backward.
 
 What would make an update at the step another one is an error then: a gradient that arrives late,
 was dropped or replaced, other options of the optimizer (``windows.py``), no step at all.
@@ -59,6 +60,8 @@ class Backward:
         self._tickets: list[Ticket] = []
         self._updates: list[Ticket] = []
         """Of the updates that run beside this backward."""
+        self._leaving: dict[Unit, Ticket] = {}
+        """Units that are to be updated when their own backward is over, and their reductions."""
         self._dropped: list[ParamSlot] = []
         """Parameters whose gradient the user of any rank dropped before backward was finished."""
 
@@ -75,6 +78,7 @@ class Backward:
         self._recorded.clear()
         self._launched.clear()
         self._skipped.clear()
+        self._leaving.clear()
         self._next = 0
         self._missing = dict.fromkeys(self._trained_units(), 0)
         for slot, count in self._expected.items():
@@ -178,17 +182,28 @@ class Backward:
                 self._limit_in_flight()  # buffers of zeros count, too
             reduced = self._launch(unit)
             if unit.updates_in_backward and self._has_everything(unit, order):
-                self._updates += self._runtime.update_in_backward(unit, reduced)
+                self._leaving[unit] = reduced
+                self.left(unit)
 
     def _is_complete(self, unit: Unit) -> bool:
         complete = unit.is_tile or self._missing[unit] == 0
         return (complete and any(slot.pending for slot in unit.slots)) or unit in self._skipped
 
+    def left(self, unit: Unit) -> None:
+        """A call of a unit is over in backward; see [Note: Update in backward]."""
+        if unit in self._leaving and (unit.travels or not unit.in_backward):
+            reduced = self._leaving.pop(unit)
+            self._updates += self._runtime.update_in_backward(unit, reduced)
+
     def _has_everything(self, unit: Unit, order: list[Unit]) -> bool:
         """Whether the gradients just taken complete the step's; see [Note: Update in backward]."""
-        used = all(slot.used for flat in unit.trained for slot in flat.slots)
+        arrived = all(
+            slot.arrivals >= max(1, self._expected.get(slot, 0))
+            for flat in unit.trained
+            for slot in flat.slots
+        )
         final = self._sync and not self.creates_graph and unit not in order[self._next :]
-        return used and final and not unit.external
+        return arrived and final and not unit.external and unit not in self._skipped
 
     def _launch(self, unit: Unit) -> Ticket:
         """Reduces a unit's gradients; parameters without one contribute zeros."""
@@ -227,10 +242,7 @@ class Backward:
         for unit in sorted(rest, key=lambda unit: unit.encloses):
             self._limit_in_flight()
             self._launch(unit)
-        late = self._exchange_flags(units)
-        self._runtime.require_not_updated(late, "got a gradient")
-        self._runtime.require_not_updated({s.unit for s in self._dropped}, "lost a gradient")
-        for unit in late:
+        for unit in self._exchange_flags(units):
             self._runtime.counters.late_reduces += 1
             self._limit_in_flight()
             self._launch(unit)
@@ -257,6 +269,7 @@ class Backward:
         flags = [slot.used for slot in slots]
         flags += [grads.was_dropped(slot) for slot in slots]
         flags += [any(slot.pending for slot in unit.slots) for unit in units]
+        flags += [runtime.is_updated(unit) for unit in units]
         if runtime.sync or any(unit.rungs.grads > 0 for unit in units):
             mine = torch.tensor(flags, dtype=torch.uint8)
             flags = runtime.grid.control.highest(mine, "end of a backward").tolist()
@@ -266,7 +279,22 @@ class Backward:
             slot.used = bool(used) and not runtime.sync
         dropped = flags[count : 2 * count]
         self._dropped = [slot for slot, drop in zip(slots, dropped, strict=True) if drop]
-        return [unit for unit, late in zip(units, flags[2 * count :], strict=True) if late]
+        rest = flags[2 * count :]
+        late = [unit for unit, more in zip(units, rest[: len(units)], strict=True) if more]
+        updated = [unit for unit, new in zip(units, rest[len(units) :], strict=True) if new]
+        runtime.half_updated |= bool(updated)
+        _require_old(updated, late, "got a gradient")
+        _require_old(updated, [slot.unit for slot in self._dropped], "lost a gradient")
+        return late
 
     def _trained_units(self) -> list[Unit]:
         return [unit for unit in self._runtime.units if unit.trained]
+
+
+def _require_old(updated: list[Unit], units: list[Unit], but: str) -> None:
+    for unit in units:
+        if unit in updated:
+            raise UsageError(
+                f"Unit '{unit.name}' {but} after it had been updated in the same backward; set "
+                "tiers.update = 'step' in the plan, and load a checkpoint."
+            )

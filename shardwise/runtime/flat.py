@@ -124,8 +124,6 @@ class Flat:
         """Whether ``held`` has anything since it was last dropped or reduced on."""
         self.reduced_valid = False
         """Whether ``reduced`` has anything since it was last dropped."""
-        self.is_spent = False
-        """Whether backward has updated with it already: changing it would change nothing."""
         self.lost: torch.Tensor | None = None
         """What error feedback will add to the next gradients; see ``residual``."""
         self.slots: list[ParamSlot] = []
@@ -401,11 +399,6 @@ class Flat:
     @contextmanager
     def open_grads(self, *, writes: bool = False) -> Iterator["OpenGrads"]:
         """What this rank has of the gradients, in memory."""
-        if writes and self.is_spent:
-            raise UsageError(
-                f"Gradients of unit '{self._name}' cannot be changed any more: backward has "
-                "updated the unit with them; set tiers.update = 'step' in the plan."
-            )
         with ExitStack() as stack:
             reduced = held = None
             if self.reduced is not None and self.reduced_valid:
@@ -532,6 +525,15 @@ class ParamSlot:
         """Whether the flat's open gradient buffer has one from this parameter."""
         self.used = False
         """Whether any local gradient arrived since the last synchronisation."""
+        self.spent = 0
+        """How many optimizers backward has stepped with the gradient."""
+
+    def require_unspent(self) -> None:
+        if self.spent:
+            raise UsageError(
+                f"The gradient of '{self.name}' cannot be changed any more: backward has updated "
+                "the parameter with it; set tiers.update = 'step' in the plan."
+            )
 
     def access(self, what: str) -> None:
         """A guarded parameter's values are asked for."""

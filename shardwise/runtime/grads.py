@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 def read(runtime: "Runtime") -> None:
     """Learns what the user did with the handles: nothing, dropped, or replaced."""
     changed = [slot for slot in runtime.trained_slots if not _untouched(slot)]
+    for slot in changed:
+        slot.require_unspent()
     given = [guard.raw_grad(slot.face.parameter) for slot in changed]
     _forget(changed)
     for slot, grad in zip(changed, given, strict=True):
@@ -57,11 +59,6 @@ def mark(slot: ParamSlot) -> None:
         return  # dropped since another tile's came: see read()
     face.handle, face.emptied = _guarded(face), False
     guard.set_raw_grad(face.parameter, face.handle)
-
-
-def is_untouched(slot: ParamSlot) -> bool:
-    """Whether ``p.grad`` still stands for what backward computed."""
-    return _untouched(slot)
 
 
 def was_dropped(slot: ParamSlot) -> bool:

@@ -368,6 +368,7 @@ def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for grad in grads:
         if isinstance(grad, GuardedGrad):
             for slot in _owner_of(grad).slots:
+                slot.require_unspent()
                 homes.setdefault(slot.flat, []).append(slot)
         else:
             whole.append(grad)

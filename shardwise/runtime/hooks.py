@@ -97,6 +97,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit.encloses:
             runtime.notice_interruption(running=1)
+        runtime.admit(unit)  # or not, and then this call never was one
         calls.append(None)
         # What goes into a unit is no loss: its logits are computed before the unit's own pass.
         # One by one: what forward may change must stay the caller's own object.
@@ -114,7 +115,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
 
     def post(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:
-            return  # an earlier hook of somebody else raised before ours ran
+            return  # it was not admitted, or an earlier hook of somebody else raised before ours
         if (call := calls.pop()) is not None:
             call.watch_outputs(output)
         runtime.after_forward(unit)

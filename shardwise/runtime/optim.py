@@ -86,6 +86,7 @@ def watch(runtime: Runtime, assume_elementwise: bool) -> None:
         parameters = {face.parameter for face in runtime.faces}
         if any(p in parameters for group in optimizer.param_groups for p in group["params"]):
             check_elementwise(optimizer, assume_elementwise)
+            runtime.require_stepped(f"The first step of another {type(optimizer).__name__}")
             # Its own hooks come after the global ones, so they run in this very step already.
             OptimizerTakeover(runtime, optimizer)
 
@@ -178,6 +179,7 @@ class OptimizerTakeover:
             trim_heap()
         runtime = self._runtime
         if not raised:
+            self._windows.check_unchanged()  # a hook of the user's may have run since
             self._windows.begin()
         for unit in runtime.units:
             if unit.trained:
@@ -188,7 +190,9 @@ class OptimizerTakeover:
                     runtime.emit(unit.update_op)
                 unit.refresh(unit_refresh, updated)
                 runtime.emit(unit_refresh)
-        self._windows.end()
+        if not raised:  # otherwise what backward has updated still waits for the rest
+            self._windows.end()
+            runtime.stepped()
 
     @property
     def updated(self) -> Set[Unit]:
@@ -337,8 +341,15 @@ class OptimizerTakeover:
         for slot, state in self._loading.items():
             self._set_state(slot, state)
         self._loading = {}
+        self._forget_updates()
+
+    def _forget_updates(self) -> None:
+        """What the last backward updated is not to be completed by a step."""
+        self._windows.end()
+        self._runtime.stepped()
 
     def _drop_states(self) -> None:
+        self._forget_updates()
         for slot in self._parts:
             self._set_state(slot, None)
         self._windows.free()

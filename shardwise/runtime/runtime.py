@@ -5,7 +5,7 @@ then gradients in ``backward.py`` and the update in ``optim.py``.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -86,6 +86,8 @@ class Runtime:
         self.activations: Activations | None = None
         """Set by ``activations.install``."""
         self.backward = Backward(self)
+        self.half_updated = False
+        """Whether any rank's last backward has updated units, and no step followed."""
         self.forward_depth = 0
         self._lone_depth = 0
         self._traced: str | None = None
@@ -192,6 +194,7 @@ class Runtime:
         kept = unit.hold is not None and unit.hold.kept
         if not kept or self.backward.took(unit):
             self._give_back_in_backward(unit)
+        self.backward.left(unit)
 
     def grad_arrived(self, slot: ParamSlot) -> None:
         """A parameter got its gradient: with the last one, calls that no input can end are over."""
@@ -224,6 +227,7 @@ class Runtime:
         """A module of the root unit begins its forward, perhaps without the model's."""
         if self.in_pass:
             return
+        self.require_stepped("forward")
         self.forward_depth = self._lone_depth = 1
         self._use(self.root)
 
@@ -248,11 +252,17 @@ class Runtime:
             self.forward_depth = 0
             self._end_forward()
 
-    def _begin_forward(self) -> None:
-        self.recover()
-        self.homes.check()
-        self.watch.look()
+    def admit(self, unit: Unit) -> None:
+        """Raises if a forward cannot begin; nothing is left to end then."""
+        if self.forward_depth or in_autograd():
+            return
+        if unit.encloses:
+            self.recover()
+            self.homes.check()
+            self.watch.look()
         self.require_stepped("forward")
+
+    def _begin_forward(self) -> None:
         kind = "forward" if torch.is_grad_enabled() else "forward without gradients"
         self._walk = self._begin_walk(kind)
 
@@ -547,6 +557,7 @@ class Runtime:
         """Overwrites a parameter by a full value that all ranks pass alike."""
         if self.in_pass:
             raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
+        self.require_stepped(f"Writing '{slot.name}'")
         slot.unit.settle()
         self.grid.drain()
         slot.flat.write(slot.spec, value)
@@ -607,29 +618,28 @@ class Runtime:
 
     def update_in_backward(self, unit: Unit, reduced: Ticket) -> list[Ticket]:
         """Begins the update of a unit whose last gradients of this step are being reduced."""
-        takeovers = self._takeovers()
-        if takeovers:
+        tickets = [t.update_in_backward(unit, reduced) for t in self._takeovers()]
+        if self.is_updated(unit):
             self.emit(unit.update_op)
-        return [takeover.update_in_backward(unit, reduced) for takeover in takeovers]
+        return tickets
+
+    def is_updated(self, unit: Unit) -> bool:
+        """Whether the last backward updated a unit, and its optimizer has not stepped since."""
+        return any(unit in takeover.updated for takeover in self._takeovers())
+
+    def stepped(self) -> None:
+        """An optimizer has stepped, or forgets that it should."""
+        self.half_updated = any(takeover.updated for takeover in self._takeovers())
 
     def require_stepped(self, what: str) -> None:
         """Raises if some units have new values already and others still the old ones."""
-        count = sum(len(takeover.updated) for takeover in self._takeovers())
-        if count:
+        if self.half_updated or any(takeover.updated for takeover in self._takeovers()):
             raise UsageError(
-                f"{what} cannot run now: the last backward updated {count} units, and no "
-                "optimizer.step() followed it. Call it after every backward outside no_sync, or "
-                "set tiers.update = 'step' in the plan; if backward failed, load a checkpoint."
+                f"{what} cannot run now: the last backward has updated units (tiers.update = "
+                "'backward' in the plan), and no optimizer.step() followed. Call it after every "
+                "backward outside no_sync; if that failed, load a checkpoint, the optimizer's "
+                "state first."
             )
-
-    def require_not_updated(self, units: Collection[Unit], but: str) -> None:
-        updated = {unit for takeover in self._takeovers() for unit in takeover.updated}
-        for unit in units:
-            if unit in updated:
-                raise UsageError(
-                    f"Unit '{unit.name}' {but} after it had been updated in the same backward; set "
-                    "tiers.update = 'step' in the plan, and load a checkpoint."
-                )
 
     def _takeovers(self) -> list["OptimizerTakeover"]:
         found = (takeover() for takeover in self.optimizers.values())

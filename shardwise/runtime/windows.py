@@ -14,8 +14,7 @@ Windows are updated in the optimizer's step, or beside backward: see [Note: Upda
 ``backward.py``.
 """
 
-import copy
-import weakref
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,19 +25,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.lane import Early, ThreadLane, wait_on_host
+from shardwise.comm.lane import HOST, wait_on_host
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
 from shardwise.plan.schedule import Kind, Phase, Trigger
-from shardwise.runtime import grads
 from shardwise.runtime.face import State, show_state
 from shardwise.runtime.flat import Flat, ParamSlot
 from shardwise.runtime.memory import trim_heap
 from shardwise.runtime.rest import Loan, Rest
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
+
+_GROUPS = threading.Lock()
+"""Held while an optimizer's groups list pieces: two sharded models may share it."""
 
 
 @dataclass
@@ -81,19 +82,23 @@ class WindowedUpdate:
         self._queue: deque[_Window] = deque()
         self._coming: _Window | None = None
         self._members: set[nn.Parameter] = set()
-        self._before: dict[ParamSlot, State] | None = None
+        self._before: dict[ParamSlot, State] = {}
         """The numbers as they were before the step that is under way."""
         self.updated: set[Unit] = set()
         """Units that this step's backward has updated."""
         self._options: list[dict[str, Any]] = []
         """The groups' options when it began to."""
-        self._lane: ThreadLane | None = None
+        self._spent: list[ParamSlot] = []
+        """The parameters of these units that were."""
+        self._error: BaseException | None = None
+        """What an update in this step's backward failed with."""
 
     # --- the update ---------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Plans the windows of what backward has left, and begins to read the first."""
-        self._remember()
+        if not self.updated:
+            self._open()
         units = [unit for unit in self._runtime.units if unit not in self.updated]
         self._queue = deque(self._windows(units))
         self._coming = self._load(self._queue[0]) if self._queue else None
@@ -112,64 +117,75 @@ class WindowedUpdate:
         }
 
     def end(self) -> None:
-        """The step is over."""
-        self._before = None
-        for unit in self.updated:
-            for flat in unit.trained:
-                flat.is_spent = False
+        """The step is over, or will never be."""
+        for slot in self._spent:
+            slot.spent -= 1
+        self._spent.clear()
         self.updated.clear()
+        self._error = None
+
+    # --- beside backward ----------------------------------------------------------------------
 
     def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
         """Begins to update a unit; its gradients are there after ``reduced``."""
         if not self.updated:
-            self._remember()
-            self._options = _options(self._optimizer)
-        self.updated.add(unit)
-        for flat in unit.trained:
-            flat.is_spent = True
-        windows = list(self._windows([unit]))
-        if not windows:
+            with _GROUPS:  # of an optimizer that another model's backward may be stepping
+                self._open()
+        moving = [slot for slot in unit.slots if slot in self._slots and self._moves(slot)]
+        if not moving:
             return DONE
-        if self._lane is None:
-            self._lane = ThreadLane("update", self._runtime.grid.device)
-            weakref.finalize(self, self._lane.close)
+        self.updated.add(unit)
+        self._spent += moving
+        for slot in moving:
+            slot.spent += 1
+        device = self._runtime.grid.device
+        return HOST.submit(lambda: self._update_unit(unit, reduced, device), device)
 
-        def work(_: Early) -> None:
-            self._lend_states(windows[0])  # which need not wait
-            wait_on_host(reduced, self._runtime.grid.device)
-            self._lend_grad(windows[0])
+    def _update_unit(self, unit: Unit, reduced: Ticket, device: torch.device) -> None:
+        try:
+            windows = list(self._windows([unit]))
+            if windows:
+                self._lend_states(windows[0])  # which need not wait
+            wait_on_host(reduced, device)
+            if windows:
+                self._lend_grad(windows[0])
             for window, following in zip_longest(windows, windows[1:]):
                 if following is not None:
                     self._load(following)
                 self._update(window)
-
-        return self._lane.submit(work)
+        except BaseException as error:
+            self._error = error
+            raise
 
     def check_unchanged(self) -> None:
         """Raises if the step asks for another update than backward has made."""
+        if self._error is not None:
+            raise UsageError(
+                f"An update in the last backward failed ({self._error}), so that some units are "
+                "a step ahead of others; load a checkpoint, the optimizer's state first."
+            ) from self._error
         if self.updated and not _same(self._options, _options(self._optimizer)):
             raise UsageError(
                 "The optimizer's options changed between backward and step(), but backward has "
                 "updated units already; change them before backward, or set tiers.update = 'step' "
                 "in the plan."
             )
-        changed = {
-            slot.unit
-            for slot in self._slots
-            if slot.unit in self.updated and not grads.is_untouched(slot)
-        }
-        self._runtime.require_not_updated(changed, "got another gradient, or lost it,")
 
-    def _remember(self) -> None:
+    # --- windows ------------------------------------------------------------------------------
+
+    def _open(self) -> None:
         """What holds for the whole step; read now, because groups list pieces while one runs."""
-        if self._before is None:
-            groups = self._optimizer.param_groups
-            self._members = {p for group in groups for p in group["params"]}
-            self._before = {slot: dict(numbers) for slot, numbers in self._numbers.items()}
+        groups = self._optimizer.param_groups
+        self._members = {p for group in groups for p in group["params"]}
+        self._options = _options(self._optimizer)
+        self._before = {slot: dict(numbers) for slot, numbers in self._numbers.items()}
+
+    def _moves(self, slot: ParamSlot) -> bool:
+        return (slot.has_grad or slot.used) and slot.face.parameter in self._members
 
     def _update(self, window: _Window) -> None:
         unit = window.unit
-        with span("update", f"update {unit.name}"):
+        with span("update", f"update {unit.name}"), _GROUPS:
             self._step(window)
         self._give_back(window, updates_params=not self._by_difference(unit, window.flat))
 
@@ -180,11 +196,7 @@ class WindowedUpdate:
                     yield from self._windows_of(unit, flat)
 
     def _windows_of(self, unit: Unit, flat: Flat) -> Iterator[_Window]:
-        moving = [
-            slot
-            for slot in flat.slots
-            if (slot.has_grad or slot.used) and slot.face.parameter in self._members
-        ]
+        moving = [slot for slot in flat.slots if self._moves(slot)]
         size = self._runtime.plan.tiers.window_numel
         for start in range(flat.optim_at.start, flat.optim_at.stop, size):
             place = Interval(start, min(start + size, flat.optim_at.stop))
@@ -214,7 +226,6 @@ class WindowedUpdate:
         """The optimizer's own step, on the pieces of a window."""
         assert window.master is not None
         assert window.grad is not None
-        assert self._before is not None
         master, grad = window.master.wait(), window.grad.wait()
         if window.flat.grad_factor != 1.0:
             grad = grad.mul_(window.flat.grad_factor)  # a copy of what is stored
@@ -236,7 +247,6 @@ class WindowedUpdate:
             trim_heap()  # of the states that the optimizer made, and that rest elsewhere now
 
     def _state_of_piece(self, window: _Window, slot: ParamSlot) -> State:
-        assert self._before is not None
         numbers = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in self._before[slot].items()
@@ -365,9 +375,6 @@ class WindowedUpdate:
                 rest.free()
         self._rests.clear()
         self._numbers.clear()
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
 
     def _forget(self, slot: ParamSlot) -> tuple[State, set[str]]:
         """Empty records of a parameter's state, to be filled."""
@@ -395,9 +402,9 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups' options as they are now."""
     return [
         {
-            key: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
-            if key != "params"
+            if key not in ("params", "fused", "foreach")  # which kernels run changes no update
         }
         for group in optimizer.param_groups
     ]
@@ -407,7 +414,7 @@ def _same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
     def equal(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             return torch.equal(one, other)
-        return type(one) is type(other) and bool(one == other)
+        return one is other or (type(one) is type(other) and bool(one == other))
 
     return len(before) == len(now) and all(
         one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)

@@ -18,6 +18,7 @@ from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.trace import Trace, recording
 from shardwise.plan.plan import Plan, Precision, Tiers, Tiling
 from shardwise.plan.schedule import Kind, Op
+from shardwise.runtime.windows import WindowedUpdate
 from tests.models import (
     SharedLayers,
     TinyGPT,
@@ -152,11 +153,15 @@ def check_routes(path: str) -> None:
         sw.shard(
             model, optimizer, build(sw.presets.zero3(), path), levels=levels, timeout_s=LIMIT_S
         )
+        counts = count_early(model)
         for step, by_rank in enumerate(routes):
             model.route = by_rank[rank]
             lm_loss(model, *mine(*batch(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
+        # Of three steps with a recorded order: blocks 0 and 2 always, 1 where this rank used it.
+        used = sum(1 in by_rank[rank] for by_rank in routes[1:])
+        assert len(counts) == (6 + used if build is early else 0)
         results.append(sw.state_dict(model, rank0_only=False))
         sw.unshard(model)
     assert largest_difference(*results) == 0
@@ -182,17 +187,10 @@ def sharded(path: Path, kind=TinyGPT, **changes):
 def test_updates_run_while_backward_computes(tmp_path):
     model, optimizer = sharded(tmp_path)
 
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def pause(_, __, output):
+        output.register_hook(lambda _: time.sleep(0.2))
 
-        @staticmethod
-        def backward(ctx, grad):
-            time.sleep(0.2)
-            return grad
-
-    model.blocks[0].register_forward_hook(lambda _, __, output: Slow.apply(output))
+    model.blocks[0].register_forward_hook(pause)
     with recording(Trace()) as trace:
         lm_loss(model, *batch(1)).backward()
         ended = time.perf_counter()
@@ -210,8 +208,15 @@ def test_what_would_change_the_update_afterwards_is_refused(tmp_path):
         sw.clip_grad_norm_(model, 1.0)
     lm_loss(model, *batch(1)).backward()
     assert sw.clip_grad_norm_(model, math.inf) > 0
-    with pytest.raises(UsageError, match="forward cannot run now: the last backward updated 3"):
+    with pytest.raises(
+        UsageError, match="forward cannot run now: the last backward has updated units"
+    ):
         model(batch(2)[0])
+    with pytest.raises(UsageError, match="forward cannot run now"):
+        model.blocks[1](torch.zeros(1, 2, 24, dtype=torch.float64))
+    weight = model.blocks[1].up.weight
+    with torch.no_grad(), pytest.raises(UsageError, match=r"Writing 'blocks\.1\.up\.weight' canno"):
+        weight.copy_(torch.zeros(weight.shape))
     for read in (sw.state_dict, lambda m: sw.optim_state_dict(m, optimizer)):
         with pytest.raises(UsageError, match=r"no optimizer\.step\(\) followed"):
             read(model)
@@ -234,8 +239,10 @@ def test_a_gradient_that_is_changed_too_late_is_refused(tmp_path, change):
     lm_loss(model, *batch(1)).backward()
     weight = model.blocks[1].up.weight
     weight.grad = None if change == "dropped" else torch.zeros(weight.shape, dtype=torch.float64)
-    with pytest.raises(UsageError, match=r"'blocks\.1' got another gradient, or lost it"):
+    with pytest.raises(UsageError, match=r"The gradient of 'blocks\.1\.up\.weight' cannot"):
         optimizer.step()
+    with pytest.raises(UsageError, match=r"The gradient of 'blocks\.1\.up\.weight' cannot"):
+        sw.clip_grad_norm_(model, math.inf)  # which reads them, too
 
 
 def test_a_second_backward_before_the_step_is_refused(tmp_path):
@@ -250,7 +257,7 @@ def test_a_skipped_step_is_told_by_the_next_forward(tmp_path):
     model, optimizer = sharded(tmp_path)
     lm_loss(model, *batch(1)).backward()
     optimizer.zero_grad()
-    with pytest.raises(UsageError, match="the last backward updated 3 units"):
+    with pytest.raises(UsageError, match="the last backward has updated units"):
         model(batch(2)[0])
 
 
@@ -264,7 +271,7 @@ def test_a_backward_that_fails_after_updates_is_told(tmp_path):
     with pytest.raises(RuntimeError, match="the user's"):
         lm_loss(model, *batch(1)).backward()
     handle.remove()
-    with pytest.raises(UsageError, match="if backward failed, load a checkpoint"):
+    with pytest.raises(UsageError, match="if that failed, load a checkpoint"):
         model(batch(2)[0])
 
 
@@ -310,3 +317,188 @@ def test_the_key_needs_a_state_on_a_tier():
     plan = replace(plan, tiers=Tiers(update="backwards"))
     with pytest.raises(PlanError, match=r"tiers\.update 'backwards' is unknown"):
         sw.shard(make(TinyGPT), plan=plan)
+
+
+def test_a_hook_that_changes_options_in_the_step_is_refused(tmp_path):
+    model, optimizer = sharded(tmp_path)
+    lm_loss(model, *batch(1)).backward()
+
+    def slower(optimizer, args, kwargs):
+        optimizer.param_groups[0]["lr"] /= 2
+
+    optimizer.register_step_pre_hook(slower)  # after ours
+    with pytest.raises(UsageError, match="options changed between backward and step"):
+        optimizer.step()
+
+
+def test_an_update_that_fails_is_told_by_backward_and_by_the_step(tmp_path, monkeypatch):
+    model, optimizer = sharded(tmp_path)
+    saved = optimizer.state_dict()
+    weights = sw.state_dict(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowedUpdate, "_step", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        with pytest.raises(OSError, match="gone"):
+            lm_loss(model, *batch(1)).backward()
+    with pytest.raises(UsageError, match=r"update in the last backward failed \(gone\)"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="the optimizer's state first"):
+        model(batch(1)[0])
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    model.load_state_dict(weights)
+    expected, other = sharded(tmp_path)
+    for m, o in ((model, optimizer), (expected, other)):
+        lm_loss(m, *batch(1)).backward()
+        o.step()
+    assert largest_difference(sw.state_dict(model), sw.state_dict(expected)) == 0
+
+
+def test_a_half_updated_model_can_be_unsharded(tmp_path):
+    model, _ = sharded(tmp_path)
+    lm_loss(model, *batch(1)).backward()
+    sw.unshard(model)
+    model(batch(1)[0])
+
+
+class Detached(nn.Module):
+    """Reads a weight once more without training it there, after its gradient has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 24)
+        self.blocks = nn.ModuleList(Twice() for _ in range(3))
+        self.head = nn.Linear(24, 37)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(24, 24), nn.Parameter(torch.randn(24, 24) / 5)
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Slow.apply(nn.functional.linear(x, self.weight.detach()))
+        return nn.functional.linear(torch.tanh(x), self.weight)
+
+
+class Slow(torch.autograd.Function):
+    """Time for an update that should not have begun."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.02)
+        return grad
+
+
+def trained_by(path: Path, build, kind, make_optimizers, runs: int = 4, **tiers: str):
+    """The weights after some steps of one process, each optimizer stepped and zeroed in turn."""
+    model = make(kind)
+    plan = build(sw.presets.zero3(), str(path), **tiers)
+    plan = replace(plan, min_unit_numel=500)
+    optimizers = make_optimizers(model)
+    sw.shard(model, optimizers[0], plan)
+    for step in range(runs):
+        lm_loss(model, *batch(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return sw.state_dict(model)
+
+
+def one_adamw(model):
+    return [adamw(model)]
+
+
+def matrices_and_vectors(model):
+    """Both have parameters in every block."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(vectors, lr=0.05, momentum=0.9)]
+
+
+def blocks_and_root(model):
+    inner = set(model.blocks.parameters())
+    rest = [p for p in model.parameters() if p not in inner]
+    return [torch.optim.AdamW(inner, lr=0.01), torch.optim.SGD(rest, lr=0.05)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "make_optimizers", "tiers"),
+    [
+        (TinyGPT, matrices_and_vectors, {}),
+        (TinyGPT, matrices_and_vectors, {"params": "device", "grads": "device"}),
+        (TinyGPT, blocks_and_root, {}),
+        (Detached, one_adamw, {"params": "device", "grads": "device"}),
+    ],
+)
+def test_several_optimizers_and_weights_read_aside(tmp_path, kind, make_optimizers, tiers):
+    results = [
+        trained_by(tmp_path, build, kind, make_optimizers, **tiers) for build in (tiered, early)
+    ]
+    assert largest_difference(*results) == 0
+
+
+def test_an_optimizer_that_takes_anothers_place_is_told(tmp_path):
+    model, _ = sharded(tmp_path)
+    lm_loss(model, *batch(1)).backward()
+    with pytest.raises(UsageError, match="The first step of another SGD cannot run now"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_two_models_may_share_an_optimizer(tmp_path):
+    results = []
+    for build in (tiered, early):
+        models = [make(TinyGPT, seed=seed) for seed in (0, 1)]
+        optimizer = torch.optim.AdamW([p for m in models for p in m.parameters()], lr=0.01)
+        for model in models:
+            sw.shard(model, optimizer, build(sw.presets.zero3(), str(tmp_path)))
+        for step in range(4):
+            sum(lm_loss(model, *batch(step)) for model in models).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([sw.state_dict(model) for model in models])
+    for left, right in zip(*results, strict=True):
+        assert largest_difference(left, right) == 0
+
+
+def test_numbers_of_a_step_that_failed_are_not_used_again(tmp_path, monkeypatch):
+    """Also with updates at the step: what was updated before the failure has stepped."""
+    model = make(TinyGPT)
+    optimizer = adamw(model)
+    sw.shard(model, optimizer, tiered(sw.presets.zero3(), str(tmp_path)))
+    for step in range(3):
+        lm_loss(model, *batch(step)).backward()
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    step_window = WindowedUpdate._step
+
+    def fail_late(self, window):
+        if window.unit.name == "blocks.2":
+            raise OSError("gone")
+        step_window(self, window)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowedUpdate, "_step", fail_late)
+        with pytest.raises(OSError, match="gone"):
+            optimizer.step()
+    optimizer.step()
+    counts = [int(optimizer.state[model.blocks[i].up.weight]["step"]) for i in (0, 2)]
+    assert counts == [4, 3]
+
+
+def test_host_memory_is_the_devices_without_an_accelerator():
+    plan = replace(sw.presets.zero3(), tiers=Tiers(update="backward"))
+    plan = replace(plan, optim=replace(plan.optim, tier="cpu"))
+    model = make(TinyGPT)
+    sw.shard(model, adamw(model), plan)
