@@ -5,6 +5,7 @@ lane runs its jobs in order, stage by stage. A stage takes its seconds while it 
 that run at once and together ask for more than there is of a resource all slow down alike.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -82,11 +83,13 @@ class Run:
 class _Running:
     """A stage under way, of a lane's job or (lane None) of the program."""
 
-    __slots__ = ("begun", "job", "left", "name", "stage", "track")
+    __slots__ = ("begun", "job", "least", "left", "name", "speed", "stage", "track")
 
     def __init__(self, track: str, name: str, stage: Stage, job: Job | None, now: float) -> None:
         self.track, self.name, self.stage, self.job = track, name, stage, job
-        self.left, self.begun = stage.seconds, now
+        self.left, self.begun, self.speed = stage.seconds, now, 1.0
+        self.least = EPSILON * max(1.0, stage.seconds)
+        """What is left when it counts as over: arithmetic leaves crumbs."""
 
 
 SLOWED = "sharing"
@@ -177,32 +180,35 @@ class _Engine:
                 self._begin(lane)
 
     def _pass_time(self) -> None:
+        """Until the first of the running stages is over. Plain loops: most of a search is here."""
         running = list(self._running.values())
-        loads: dict[str, float] = defaultdict(float)
+        loads: dict[str, float] = {}
         for one in running:
             for resource, share in one.stage.needs:
-                loads[resource] += share
-        speeds = [
-            1.0 / max(1.0, max((loads[resource] for resource, _ in one.stage.needs), default=1.0))
-            for one in running
-        ]
-        step = min(one.left / speed for one, speed in zip(running, speeds, strict=True))
+                loads[resource] = loads.get(resource, 0.0) + share
+        step = math.inf
+        for one in running:
+            load = 1.0
+            for resource, _ in one.stage.needs:
+                load = max(load, loads[resource])
+            one.speed = 1.0 / load
+            step = min(step, one.left * load)
         self._now += step
-        self._account(step, dict(zip((one.track for one in running), speeds, strict=True)))
-        for one, speed in zip(running, speeds, strict=True):
-            one.left -= step * speed
-            if one.left <= EPSILON * max(1.0, one.stage.seconds):
+        self._account(step)
+        for one in running:
+            one.left -= step * one.speed
+            if one.left <= one.least:
                 self._finish(one)
 
-    def _account(self, step: float, speeds: dict[str, float]) -> None:
+    def _account(self, step: float) -> None:
         """Says what the program spent the time on."""
         if self._ended:
             return
         uses = self._result.uses.setdefault(self._mark, defaultdict(float))
         own = self._running.get("compute")
         if own is not None:
-            uses[own.stage.use] += step * speeds["compute"]
-            uses[SLOWED] += step * (1.0 - speeds["compute"])
+            uses[own.stage.use] += step * own.speed
+            uses[SLOWED] += step * (1.0 - own.speed)
         elif self._waiting is not None:
             # Whatever its lane does now is what the program waits for: perhaps an earlier job, or
             # one on another lane that must come first.

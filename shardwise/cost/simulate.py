@@ -6,9 +6,10 @@ reductions travel at once. What it does not know (flops, speeds) comes from Work
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.layout import DTYPE_BYTES, ModelSpec, UnitSpec
@@ -35,6 +36,7 @@ from shardwise.plan.traffic import step_phases
 
 USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SLOWED)
 """What a step's time goes for: work, then what is exposed of transfers, then crowded processors."""
+Priced = TypeVar("Priced")
 WARM_UP_STEPS = 1
 """A step overlaps the refresh of the one before it, so that the first is not like the others."""
 
@@ -219,6 +221,7 @@ class _Steps:
         self._inputs: dict[str, Job] = {}
         """Reads of units' inputs that rest on a tier."""
         self._reductions: deque[list[Job]] = deque()
+        self._prices_of: dict[int, tuple[Op, Any]] = {}
         self._updates: list[Job] = []
         """Those that run beside a backward."""
         checkpoints = max(0, work.saved.checkpoints - work.saved.small)
@@ -238,6 +241,17 @@ class _Steps:
                     yield Mark(phase.value)
                 yield from self._pass(events[phase])
         yield Mark("over")
+
+    def _priced(self, op: Op, price: Callable[[], Priced]) -> Priced:
+        """What an operation costs, which is the same every time that a program comes to it."""
+        if id(op) not in self._prices_of:
+            self._prices_of[id(op)] = (op, price())  # the operation lives on, so that its id does
+        found: Priced = self._prices_of[id(op)][1]
+        return found
+
+    def _climb(self, use: str, op: Op, unit: _Unit) -> list[Stage]:
+        numel = unit.numel if op.kind is Kind.GATHER else unit.trained_numel
+        return self._priced(op, lambda: self._prices.climb(use, op, numel, unit.rungs))
 
     def _pass(self, events: Sequence[Event]) -> Iterator[Instruction]:
         forward = [event for event in events if event.trigger is Trigger.BEFORE_FORWARD]
@@ -315,7 +329,7 @@ class _Steps:
         unit = self._units[event.unit]
         for op in event.ops:
             if op.kind is Kind.GATHER:
-                stages = self._prices.climb("gather", op, unit.numel, unit.rungs)
+                stages = self._climb("gather", op, unit)
                 before = self._fetches.pop(event.unit, None) or self._refreshes.get(event.unit)
                 job = Job("gather", f"gather {event.unit}", stages, before)
                 self._gathers[event.unit] = job
@@ -357,7 +371,7 @@ class _Steps:
             if op.kind is Kind.REDUCE:
                 jobs += self._descend(unit, op)
             elif op.kind is Kind.SPREAD:
-                stages = self._prices.climb("reduce", op, unit.trained_numel, unit.rungs)
+                stages = self._climb("reduce", op, unit)
                 jobs.append(Job("reduce", f"spread {name}", stages))
             elif op.kind is Kind.STORE:
                 stage = self._prices.move(unit.plan.grads.tier, op.moved_bytes, writes=True)
@@ -374,8 +388,11 @@ class _Steps:
         name = f"reduce {unit.spec.name}"
         jobs: list[Job] = []
         outer: list[Job] = []
-        chunks = self._prices.descend(
-            op, unit.trained_numel, unit.rungs, overlaps=unit.overlaps_outer
+        chunks = self._priced(
+            op,
+            lambda: self._prices.descend(
+                op, unit.trained_numel, unit.rungs, overlaps=unit.overlaps_outer
+            ),
         )
         for index, (inner, last) in enumerate(chunks):
             # Two chunks have memory: the next begins when the outer hop before the last is over.
@@ -441,7 +458,7 @@ class _Steps:
         self._updates += [done, write]
 
     def _refresh(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
-        stages = self._prices.climb("refresh", op, unit.trained_numel, unit.rungs)
+        stages = self._climb("refresh", op, unit)
         if op.moved_bytes:
             stages = [
                 *stages,

@@ -105,7 +105,9 @@ def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict
 def _front(request: Request, looking: Search, best: Candidate) -> tuple[Candidate, ...]:
     found = [best]
     for share in SHARES:
-        less = looking.run(1, limit=int(share * request.limit)).best
+        # Tiles only where nothing fits otherwise: they make many units, and many plans.
+        tiles = best.plan.tiling.numel > 0
+        less = looking.run(1, limit=int(share * request.limit), tiles=tiles).best
         if less is None:
             break
         found.append(less)
@@ -129,10 +131,8 @@ def _what_ifs(
     for level in request.cluster.levels:
         if level.size > 1:
             tell(f"what faster links on {level.name} would buy")
-            faster = replace(request, cluster=_with_faster(request.cluster, level))
-            found.append(
-                what_if(f"twice the bandwidth on {level.name}", Search(faster).run(1).best)
-            )
+            faster = looking.with_other_speeds(_with_faster(request.cluster, level))
+            found.append(what_if(f"twice the bandwidth on {level.name}", faster.run(1).best))
     return found
 
 

@@ -87,20 +87,27 @@ class Alike:
         return Memory(**terms, budget=first.budget)
 
     def estimate(
-        self, plan: Plan, work: Work, cluster: Cluster, *, accumulate: int, flat: bool = False
+        self,
+        plan: Plan,
+        work: Work,
+        cluster: Cluster,
+        *,
+        accumulate: int,
+        flat: bool = False,
+        length: int = SHORT_STEP,
     ) -> Estimate:
-        """As ``cost.simulate.simulate``; see Note: Nearly."""
-        if not self.is_long:
+        """As ``cost.simulate.simulate``; see Note: Nearly. ``length`` is the shorter model's."""
+        if not self._is_longer_than(length):
             return simulate(plan, self.model, work, cluster, accumulate=accumulate, flat=flat)
         first, second = (
             simulate(plan, short, work, cluster, accumulate=accumulate, flat=flat)
-            for short in self.shorts[SHORT_STEP]
+            for short in self.shorts[length]
         )
         return replace(
             first,
-            step_s=self.line(SHORT_STEP, first.step_s, second.step_s),
+            step_s=self.line(length, first.step_s, second.step_s),
             exposed={
-                use: max(0.0, self.line(SHORT_STEP, seconds, second.exposed[use]))
+                use: max(0.0, self.line(length, seconds, second.exposed[use]))
                 for use, seconds in first.exposed.items()
             },
             memory=self.memory(

@@ -23,7 +23,7 @@ from shardwise.plan.memory import Memory, with_activations
 from shardwise.plan.plan import Plan, Precision, resolve
 from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, unit_ops
 from shardwise.plan.traffic import step_phases
-from shardwise.planner.alike import Alike
+from shardwise.planner.alike import SHORT, Alike
 from shardwise.planner.space import (
     STATES,
     Batch,
@@ -46,7 +46,7 @@ RANKED = 10
 """Alternatives that are run in full and reported."""
 TOLERANCE = 0.02
 """No plan that was not looked at is faster than the winner by more than this share of its step."""
-PATIENCE = 24
+PATIENCE = 8
 """So many families for each plan that is wanted, without anything better, end a search as well;
 then nothing is proven."""
 NEAR = 0.01
@@ -157,11 +157,18 @@ class Search:
         self._whole = _Space(request, tile_numel=0, progress=progress)
         self._tiled = _Space(request, tile_numel=TILE_NUMEL, progress=progress)
 
-    def run(self, count: int = RANKED, *, limit: int | None = None) -> Result:
+    def with_other_speeds(self, cluster: Cluster) -> "Search":
+        """The same search on a cluster that differs in speeds only."""
+        other = Search(replace(self._request, cluster=cluster))
+        other._whole.take_sizes(self._whole)
+        other._tiled.take_sizes(self._tiled)
+        return other
+
+    def run(self, count: int = RANKED, *, limit: int | None = None, tiles: bool = True) -> Result:
         """The fastest plans that fit a device's memory; layers in tiles only where nothing does."""
         within = self._request.limit if limit is None else limit
         result = self._whole.run(count, within)
-        if result.best is None:
+        if result.best is None and tiles:
             tiled = self._tiled.run(count, within)
             if tiled.best is not None or _need(tiled) < _need(result):
                 return tiled
@@ -214,6 +221,11 @@ class _Space:
         self._num_plans = 0
         self._estimates: dict[tuple[Plan, Batch], Estimate] = {}
         self._smallest: tuple[int, Plan, Batch] | None = None
+
+    def take_sizes(self, other: "_Space") -> None:
+        """Shares with another space what does not depend on speeds."""
+        self._works, self._alike = other._works, other._alike
+        self._memories, self._leanest = other._memories, other._leanest
 
     def run(self, count: int, limit: int) -> Result:
         """Families in the order of their bounds, until none can be better."""
@@ -328,7 +340,11 @@ class _Space:
         found = self._estimates.get((plan, batch))
         if found is None:
             found = self._estimates[plan, batch] = self._model(plan).estimate(
-                plan, self._work(plan, batch), self._request.cluster, accumulate=batch.accumulate
+                plan,
+                self._work(plan, batch),
+                self._request.cluster,
+                accumulate=batch.accumulate,
+                length=SHORT,  # good enough for an order; the best are run in full
             )
         return found
 
