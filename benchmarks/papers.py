@@ -1,7 +1,7 @@
 """The simulator against what three papers published of their own clusters.
 
     python benchmarks/papers.py                         # half a minute: groups A, B and C
-    python benchmarks/papers.py --groups D              # what the joint space buys: some minutes
+    python benchmarks/papers.py --groups D              # what the joint space buys: about a minute
     python benchmarks/papers.py --markdown --main       # the tables of docs/papers.md
 
 Speeds are the catalogue's, which cites them; models, batches and placements are the papers' setups,

@@ -155,10 +155,9 @@ GROUPS = (
         "One sequence a GPU. Each paper's own space on the device, in our engine (hops by level, "
         "overlap), against what the search finds in all of ours.",
         "On fast networks it buys nothing by this simulator, which however hides more than was "
-        "measured there (B1). On 10 Gb it buys 1.4 to 1.5 over ZeRO++'s space, and 2.7 to 5.5 "
-        "over AMSP's and MiCS's; the latter is mostly few bits (7B has the same spreads as "
-        "AMSP's), which these two do not allow themselves. The search is not perfect: a ratio "
-        "below 1 is a plan that it missed.",
+        "measured there (B1). On 10 Gb it buys 1.5 to 2.6 over ZeRO++'s space, and 4.1 to 5.6 "
+        "over AMSP's and MiCS's; the latter is mostly few bits, which these two do not allow "
+        "themselves. A ratio below 1 would be a plan that the search missed.",
         joint_rows,
     ),
 )

@@ -1,16 +1,16 @@
 """The best plan for a model on a cluster: every legal plan is priced from below, few are simulated.
 
-Plans are looked at in the order of a lower bound of their step time (nothing overlaps better than
-perfectly), so that the search may end as soon as the bound of the next one is above the best that
-was found, less a tolerance. The bound counts the bytes of the leanest wires and no codec, and takes
-the busiest resource.
+Every plan has a lower bound of its step time (nothing overlaps better than perfectly), so that the
+search may end as soon as the bounds of all that are left are above the best that was found, less a
+tolerance. The bound counts the bytes of the leanest wires and no codec, and takes the busiest
+resource. Plans are looked at in the order of a guess: the bound, and a little of all other work.
 """
 
-import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.layout import DTYPE_BYTES, UnitSpec
@@ -46,9 +46,11 @@ RANKED = 10
 """Alternatives that are run in full and reported."""
 TOLERANCE = 0.02
 """No plan that was not looked at is faster than the winner by more than this share of its step."""
-PATIENCE = 8
-"""So many families for each plan that is wanted, without anything better, end a search as well;
-then nothing is proven."""
+PATIENCE = 40
+"""So many families without anything better end a search as well; then nothing is proven."""
+HIDDEN = 0.85
+"""The share of all but the busiest resource's work that is taken to be hidden, for the order in
+which families are looked at; nothing else depends on it."""
 NEAR = 0.01
 """Plans whose steps differ by less are taken to be equally fast: then what loses nothing wins, and
 what needs less memory."""
@@ -200,6 +202,10 @@ class _Family:
 
     plan: Plan
     batch: Batch
+    bound_s: float
+    """No step of any of them is shorter."""
+    likely_s: float
+    """A guess that says which to look at first."""
 
 
 class _Space:
@@ -228,18 +234,17 @@ class _Space:
         self._memories, self._leanest = other._memories, other._leanest
 
     def run(self, count: int, limit: int) -> Result:
-        """Families in the order of their bounds, until none can be better."""
+        """Families, the likeliest first, until none can be better."""
         self._num_plans = 0
-        families = enumerate(self._families(limit))
-        heap = [(bound, index, family) for index, (bound, family) in families]
-        heapq.heapify(heap)
+        families = sorted(self._families(limit), key=lambda family: family.likely_s)
+        # What the families from each on could reach at best.
+        bounds = list(accumulate((family.bound_s for family in reversed(families)), min))[::-1]
         best: dict[tuple[str, ...], Candidate] = {}
-        fastest, idle, proven = math.inf, 0, False
-        while heap:
-            bound, _, family = heapq.heappop(heap)
+        fastest, idle, proven = math.inf, 0, not families
+        for family, bound in zip(families, bounds, strict=True):
             # Behind the winner the table shows what was met on the way.
             proven = bound >= (1 - TOLERANCE) * fastest
-            ended = proven or idle >= PATIENCE * min(count, 5)
+            ended = proven or idle >= PATIENCE
             if ended and (len(best) >= count or bound > 2 * fastest):
                 break
             idle += 1
@@ -260,7 +265,7 @@ class _Space:
 
     # --- families -----------------------------------------------------------------------------
 
-    def _families(self, limit: int) -> Iterator[tuple[float, _Family]]:
+    def _families(self, limit: int) -> Iterator[_Family]:
         request = self._request
         choices = placements(request.cluster, request.path)
         for batch in request.cuts:
@@ -271,7 +276,10 @@ class _Space:
                     for setting in activation_settings(request.cluster, request.path):
                         chosen = replace(plan, activations=setting)
                         for fitting in self._fitting(chosen, batch, choices, limit):
-                            yield self._bound(fitting, batch), _Family(fitting, batch)
+                            busy = self._busy(fitting, batch)
+                            longest = max(busy)
+                            likely = longest + (1 - HIDDEN) * (sum(busy) - longest)
+                            yield _Family(fitting, batch, longest, likely)
 
     def _kept_until(self, plan: Plan, *, accumulates: bool) -> list[Plan]:
         if accumulates and plan.keep != "none":
@@ -366,8 +374,8 @@ class _Space:
 
     # --- the bound ----------------------------------------------------------------------------
 
-    def _bound(self, plan: Plan, batch: Batch) -> float:
-        """No step of any wiring of a plan is shorter."""
+    def _busy(self, plan: Plan, batch: Batch) -> list[float]:
+        """Seconds of each resource; no step of any wiring of a plan is shorter than the longest."""
         work = self._work(plan, batch)
         busy: Seconds = defaultdict(float)
         for phase, times in step_phases(batch.accumulate).items():
@@ -388,7 +396,7 @@ class _Space:
                 ).items()
             )
         )
-        return max(busy.values())
+        return list(busy.values())
 
     def _update(self, plan: Plan) -> float:
         """Seconds of the optimizer's own work where its states are on the device."""
