@@ -100,10 +100,12 @@ def shard(
         )
     if optimizer is not None:
         check_elementwise(optimizer, elementwise)
+    predicted_s = None
     if plan == "auto":
-        from shardwise.auto import choose
+        from shardwise import auto
 
-        plan = choose(model, levels=levels, micro_batch=micro_batch, seq=seq).plan
+        candidate = auto.choose(model, levels=levels, micro_batch=micro_batch, seq=seq)
+        plan, predicted_s = candidate.plan, candidate.step_s
     chosen = load_plan(plan)
     device = build.target_device(model)
     if device.type == "cpu":
@@ -125,6 +127,9 @@ def shard(
             runtime.homes.close()
             raise
     watch(runtime, elementwise)
+    if predicted_s is not None and place.rank == 0:
+        trained = next(unit.name for unit in runtime.units if unit.trained)
+        runtime.observers.append(auto.Comparison(trained, predicted_s))
     _runtimes[model] = weakref.ref(runtime)
     weakref.finalize(model, grid.end_lanes)
     weakref.finalize(model, runtime.homes.close)

@@ -1,8 +1,11 @@
 """``plan="auto"``: probe the ranks that are here, plan for the model as it is, and say so."""
 
 import copy
+import statistics
 import sys
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.model.facts import ModuleFacts, Run
+from shardwise.plan.schedule import Kind, Op
 from shardwise.planner.search import Candidate, Request, overflows, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.probe.cache import cached_probe
@@ -91,6 +95,47 @@ def describe(chosen: Candidate, num_plans: int) -> str:
         + ", ".join(f"{use} {hidden[use]:.0%}" for use in largest)
         + f"), {format_bytes(estimate.memory.total)} a rank"
     )
+
+
+class Comparison:
+    """Tells once, after some steps, how long they really take beside what was predicted.
+
+    An observer of a runtime's operations: a unit's updates say where steps end, its reductions how
+    many micro-batches they have.
+    """
+
+    def __init__(self, unit: str, predicted_s: float) -> None:
+        self._unit, self._predicted_s = unit, predicted_s
+        self._passes = 0
+        self._ended: list[float] = []
+
+    def __call__(self, op: Op) -> None:
+        if op.unit != self._unit or len(self._ended) > WARM_UP + COMPARED:
+            return
+        if op.kind is Kind.REDUCE:
+            self._passes += 1
+        elif op.kind is Kind.STEP and self._passes:
+            self._ended.append(time.perf_counter())
+            if len(self._ended) > WARM_UP + COMPARED:
+                print(self._found(), file=sys.stderr)
+            self._passes = 0
+
+    def _found(self) -> str:
+        if self._passes > 1:
+            return (
+                f"auto: steps have {self._passes} micro-batches and were predicted for one, so "
+                "that predicted and measured are not compared"
+            )
+        steps = [end - begin for begin, end in pairwise(self._ended[WARM_UP:])]
+        median = statistics.median(steps)
+        return (
+            f"auto: {median:.3f} s a step measured (median of {len(steps)}), "
+            f"{self._predicted_s:.3f} predicted: {self._predicted_s / median - 1:+.0%}"
+        )
+
+
+WARM_UP, COMPARED = 2, 5
+"""Steps: of the first ones, which record orders and make states; and those that count."""
 
 
 def _copies(model: nn.Module) -> Callable[[], nn.Module]:

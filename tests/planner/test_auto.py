@@ -1,5 +1,7 @@
 """plan="auto": probed, planned, and then trained as one plain process would."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,3 +78,29 @@ def test_the_length_of_sequences_must_be_known():
 def test_a_dtype_that_no_probe_measures_is_named():
     with pytest.raises(UsageError, match="float64"):
         auto.choose(torch.nn.Linear(2, 2).double(), seq=8)
+
+
+def told(passes: int, capsys, steps: int = 12) -> list[str]:
+    model = make(TinyGPT, torch.float32)
+    optimizer = adamw(model)
+    sw.shard(model, optimizer, plan="zero3")
+    runtime = runtime_of(model)
+    runtime.observers.append(auto.Comparison(runtime.root.name, 2.0))
+    for step in range(steps):
+        for _ in range(passes - 1):
+            with sw.no_sync(model):
+                lm_loss(model, *batch(step)).backward()
+        lm_loss(model, *batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("auto: ")]
+
+
+def test_predicted_and_measured_are_compared_once(capsys):
+    (line,) = told(1, capsys)
+    assert re.fullmatch(r"auto: \d\.\d{3} s a step measured \(median of 5\), 2\.000 predicted: \+\d+%", line)  # fmt: skip
+
+
+def test_steps_of_several_micro_batches_are_not_compared(capsys):
+    (line,) = told(2, capsys)
+    assert "2 micro-batches and were predicted for one" in line
