@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from shardwise.bench.cluster import Cluster, Rate, signals_raised
 from shardwise.bench.jobs import Job
-from shardwise.bench.messages import Build, Call, Measured, Returned, Setting, Turn
+from shardwise.bench.messages import Build, Call, Drop, Measured, Returned, Setting, Turn
 from shardwise.bench.probe import probe_job
 from shardwise.core import cluster as described
 from shardwise.core.topology import Topology
@@ -32,6 +32,8 @@ from shardwise.train.facts import facts_of
 CHOSEN = "auto"
 TURN_S = 4.0
 MOST_STEPS = 5
+WARM_UP_STEPS = 2
+"""The first one records orders, the second finds states and buffers made."""
 FIXED = ("zero1", "zero3", "fsdp", "hsdp", "zeropp")
 """Strategies that people choose without looking at the cluster."""
 
@@ -122,8 +124,7 @@ def compare(
             job.wait_until_started()
             tried = _Trial(setup, job, f"node={ranks},world={nodes}", folder)
             for name in setup.names:
-                tell(f"{nodes} x {ranks}: building {name}")
-                tried.build(name, plans()[name])
+                tried.add(name, plans()[name])
             for rate in setup.rates:
                 cluster.shape(rate)
                 tell(f"{nodes} x {ranks}, {rate}: probing")
@@ -181,20 +182,19 @@ def footprints(setup: Setup, tell: Callable[[str], None]) -> Iterator[Footprint]
 
 
 class _Trial:
-    """Plans built once on one grid, and run at several rates."""
+    """Plans on one grid, run at several rates."""
 
     def __init__(self, setup: Setup, job: Job, levels: str, folder: Path) -> None:
         self._setup, self._job, self.levels, self._folder = setup, job, levels, folder
         self._facts = facts_of(setup.model)
-        self._setting = Setting(model=setup.model, seq=setup.seq, levels=levels)
-        self._built: dict[str, tuple[str, Plan]] = {}
+        self._setting = Setting(model=setup.model, seq=setup.seq, levels=levels, deferred=True)
+        self._plans: dict[str, tuple[str, Plan]] = {}
 
-    def build(self, name: str, plan: Plan) -> None:
-        """Makes a plan ready to train; contenders are named by plan files."""
-        path = self._folder / f"{len(self._built)}.toml"
+    def add(self, name: str, plan: Plan) -> None:
+        """Takes part from now on; contenders are named by plan files."""
+        path = self._folder / f"{len(self._plans)}.toml"
         path.write_text(dump_plan(plan), encoding="utf-8")
-        self._job.ask(Build(str(path), self._setting))
-        self._built[name] = (str(path), plan)
+        self._plans[name] = (str(path), plan)
 
     def at_rate(self, cluster: described.Cluster) -> Iterator[Comparison]:
         request = Request(
@@ -205,18 +205,16 @@ class _Trial:
         )
         best = search(request).best
         assert best is not None, "a small model fits"
-        self.build(CHOSEN, best.plan)
+        self.add(CHOSEN, best.plan)
         predicted = {
             name: evaluate(request, plan, Batch(1, 1)).estimate
-            for name, (_, plan) in self._built.items()
+            for name, (_, plan) in self._plans.items()
         }
-        seconds: dict[str, list[float]] = {name: [] for name in self._built}
+        seconds: dict[str, list[float]] = {name: [] for name in self._plans}
         for _ in range(self._setup.rounds):
-            for name, (path, _) in self._built.items():
-                # The first step after another plan's turn finds cold caches: several are timed.
+            for name, (path, _) in self._plans.items():
                 steps = max(1, min(MOST_STEPS, round(TURN_S / predicted[name].step_s)))
-                answers: list[Measured] = self._job.ask(Turn(path, 1, steps))
-                seconds[name].append(max(answer.seconds for answer in answers) / steps)
+                seconds[name].append(self._turn(path, steps))
         for name, estimate in predicted.items():
             yield Comparison(
                 grid=self.levels,
@@ -226,6 +224,14 @@ class _Trial:
                 measured_s=statistics.median(seconds[name]),
                 exposed=estimate.exposed,
             )
+
+    def _turn(self, path: str, steps: int) -> float:
+        """Seconds of a step. One plan lives at a time: each of gloo's groups has threads that wake
+        a hundred times a second, and those of 15 plans took half of two processors."""
+        self._job.ask(Build(path, self._setting))
+        answers: list[Measured] = self._job.ask(Turn(path, WARM_UP_STEPS, steps))
+        self._job.ask(Drop(path))
+        return max(answer.seconds for answer in answers) / steps
 
 
 # --- figures ------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ class Contender:
     """One optimizer step on a batch; returns this rank's loss."""
     drain: Callable[[], None]
     """Returns when no communication is under way."""
+    close: Callable[[], None] = lambda: None
+    """Ends its communication for good; collective."""
 
 
 def build(name: str, setting: Setting) -> Contender:
@@ -69,7 +71,8 @@ def _build_plan(name: str, setting: Setting) -> Contender:
         model = _model(setting)
     optimizer = _adamw(model)
     sw.shard(model, optimizer, plan=plan_of(name, setting), levels=setting.levels)
-    return Contender(name, _plain_step(model, optimizer), runtime_of(model).grid.drain)
+    grid = runtime_of(model).grid
+    return Contender(name, _plain_step(model, optimizer), grid.drain, grid.close)
 
 
 def _build_ddp(name: str, setting: Setting) -> Contender:

@@ -2,8 +2,8 @@
 
 A socket with a path works across network namespaces, so that commands never touch the links that
 are measured, and a rank's end is seen at once as the end of its connection. A rank says Hello;
-then it answers each Build with Ready, each Turn with Measured, each Call with Returned, or anything
-with Failed.
+then it answers each Build and Drop with Ready, each Turn with Measured, each Call with Returned, or
+anything with Failed.
 
 Imports no torch.
 """
@@ -41,6 +41,13 @@ class Build:
 
     contender: str
     setting: Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A contender has had its turns: its process groups, whose threads never rest, go."""
+
+    contender: str
 
 
 @dataclass(frozen=True, slots=True)

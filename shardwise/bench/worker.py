@@ -3,6 +3,7 @@
 Started by torchrun in a node of the cluster as `python -m shardwise.bench.worker SOCKET NODE`.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -18,6 +19,7 @@ from shardwise.bench.messages import (
     Build,
     Call,
     Counted,
+    Drop,
     Failed,
     Hello,
     Leave,
@@ -69,6 +71,11 @@ def _serve(parent: Connection) -> None:
     while not isinstance(message := parent.recv(), Leave):
         if isinstance(message, Build):
             entries[message.contender] = _build(message)
+            parent.send(Ready())
+        elif isinstance(message, Drop):
+            dist.barrier()
+            entries.pop(message.contender).contender.close()
+            gc.collect()
             parent.send(Ready())
         elif isinstance(message, Turn):
             parent.send(_train(entries[message.contender], message))
