@@ -32,8 +32,6 @@ from shardwise.train.facts import facts_of
 CHOSEN = "auto"
 TURN_S = 4.0
 MOST_STEPS = 5
-WARM_UP_STEPS = 2
-"""The first one records orders, the second finds states and buffers made."""
 FIXED = ("zero1", "zero3", "fsdp", "hsdp", "zeropp")
 """Strategies that people choose without looking at the cluster."""
 
@@ -229,7 +227,10 @@ class _Trial:
         """Seconds of a step. One plan lives at a time: each of gloo's groups has threads that wake
         a hundred times a second, and those of 15 plans took half of two processors."""
         self._job.ask(Build(path, self._setting))
-        answers: list[Measured] = self._job.ask(Turn(path, WARM_UP_STEPS, steps))
+        # The first step records orders and makes states; the second finds new buffers cold, which
+        # matters where steps are short.
+        warm_up = 2 if steps > 1 else 1
+        answers: list[Measured] = self._job.ask(Turn(path, warm_up, steps))
         self._job.ask(Drop(path))
         return max(answer.seconds for answer in answers) / steps
 
