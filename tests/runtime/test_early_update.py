@@ -186,20 +186,23 @@ def sharded(path: Path, kind=TinyGPT, **changes):
 
 def test_updates_run_while_backward_computes(tmp_path):
     model, optimizer = sharded(tmp_path)
+    trace = Trace()
 
-    def pause(_, __, output):
-        output.register_hook(lambda _: time.sleep(0.2))
+    def updated() -> set[str]:
+        return {span.name for span in trace.spans if span.track == "update"}
 
-    model.blocks[0].register_forward_hook(pause)
-    with recording(Trace()) as trace:
+    def wait(_) -> None:
+        """Backward goes no further before the others have been updated; at the step they never."""
+        until = time.monotonic() + LIMIT_S
+        while not {"update blocks.2", "update blocks.1"} <= updated() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    model.blocks[0].register_forward_hook(lambda _, __, output: output.register_hook(wait) and None)
+    with recording(trace):
         lm_loss(model, *batch(1)).backward()
-        ended = time.perf_counter()
+        assert updated() == {f"update blocks.{i}" for i in range(3)}
         optimizer.step()
-    updates = [span for span in trace.spans if span.track == "update"]
-    # Block 0's backward begins with a long sleep, so that those of the others end in it.
-    names = [span.name for span in updates if span.end_s < ended - 0.1]
-    assert {"update blocks.2", "update blocks.1"} <= set(names)
-    assert {span.name for span in updates if span.begin_s > ended} == {"update root"}
+    assert updated() == {f"update blocks.{i}" for i in range(3)} | {"update root"}
 
 
 def test_what_would_change_the_update_afterwards_is_refused(tmp_path):
