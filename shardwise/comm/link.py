@@ -153,14 +153,9 @@ class PeerLink:
 
     def gather(self, buffer: torch.Tensor, key: int) -> None:
         parts = pieces(buffer, self.size)
-        receives = [
-            (peer, dist.irecv(parts[i], group=self._group, group_src=i, tag=key))
-            for i, peer in self._peers()
-        ]
-        sends = [
-            (peer, dist.isend(parts[self.coordinate], group=self._group, group_dst=i, tag=key))
-            for i, peer in self._peers()
-        ]
+        receives = [(peer, self._receive(parts[i], i, key)) for i, peer in self._peers()]
+        own = parts[self.coordinate]
+        sends = [(peer, self._send(own, i, key)) for i, peer in self._peers()]
         self._wait(receives + sends, key)
 
     def reduce(
@@ -177,14 +172,8 @@ class PeerLink:
         parts = pieces(payload, self.size)
         staging = self._stage(parts[0].numel())
         arrived = {i: staging[k] for k, (i, _) in enumerate(self._peers())}
-        receives = [
-            (peer, dist.irecv(arrived[i], group=self._group, group_src=i, tag=key))
-            for i, peer in self._peers()
-        ]
-        sends = [
-            (peer, dist.isend(parts[i], group=self._group, group_dst=i, tag=key))
-            for i, peer in self._peers()
-        ]
+        receives = [(peer, self._receive(arrived[i], i, key)) for i, peer in self._peers()]
+        sends = [(peer, self._send(parts[i], i, key)) for i, peer in self._peers()]
         self._wait(receives, key)
         self._summer.sum(
             lambda i, nbytes: arrived[i][nbytes],
@@ -206,17 +195,32 @@ class PeerLink:
             self._staging = torch.empty(self.size - 1, nbytes, dtype=torch.uint8)
         return self._staging[:, :nbytes]
 
+    def _receive(self, tensor: torch.Tensor, member: int, key: int) -> "dist.Work | None":
+        try:  # a peer that has ended may be noticed before there is anything to wait for
+            return dist.irecv(tensor, group=self._group, group_src=member, tag=key)
+        except RuntimeError as error:
+            raise self._lost(self._ranks[member], key, error) from error
+
+    def _send(self, tensor: torch.Tensor, member: int, key: int) -> "dist.Work | None":
+        try:
+            return dist.isend(tensor, group=self._group, group_dst=member, tag=key)
+        except RuntimeError as error:
+            raise self._lost(self._ranks[member], key, error) from error
+
     def _wait(self, works: Sequence[tuple[int, "dist.Work | None"]], key: int) -> None:
         for peer, work in works:
             assert work is not None
             try:
                 work.wait(self._limit)
             except RuntimeError as error:
-                raise SyncError(
-                    f"Rank {self._rank} waited for rank {peer} in the {self._labels.name(key)}, "
-                    f"and rank {peer} did not take part within {self._limit.total_seconds():.0f} s "
-                    f"or has ended ({str(error).splitlines()[0][:120]})."
-                ) from error
+                raise self._lost(peer, key, error) from error
+
+    def _lost(self, peer: int, key: int, error: RuntimeError) -> SyncError:
+        return SyncError(
+            f"Rank {self._rank} waited for rank {peer} in the {self._labels.name(key)}, "
+            f"and rank {peer} did not take part within {self._limit.total_seconds():.0f} s "
+            f"or has ended ({str(error).splitlines()[0][:120]})."
+        )
 
 
 class CollectiveLink:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.link import Labels, PeerLink
 from tests.harness import Workers
 from tests.models import Block, largest_difference, on_rank_0
 from tests.runtime.support import (
@@ -439,3 +440,16 @@ def test_a_rank_that_ends_is_named(link):
         assert seconds < BOUND_S
     finally:
         pool.stop()
+
+
+@pytest.mark.parametrize("verb", ["irecv", "isend"])
+def test_a_rank_whose_end_is_noticed_before_anything_waits_is_named(monkeypatch, verb):
+    def closed(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "irecv", lambda *_, **__: None)
+    monkeypatch.setattr(dist, verb, closed)
+    labels = Labels()
+    link = PeerLink(None, (0, 4), 0, labels, 1.0)
+    with pytest.raises(sw.SyncError, match=r"rank 4 in the gather of 'x'.*Connection closed"):
+        link.gather(torch.zeros(4), labels.key(1, "gather of 'x'"))
