@@ -127,8 +127,8 @@ def shard(
             runtime.homes.close()
             raise
     watch(runtime, elementwise)
-    if predicted_s is not None and place.rank == 0:
-        trained = next(unit.name for unit in runtime.units if unit.trained)
+    trained = next((unit.name for unit in runtime.units if unit.trained), None)
+    if predicted_s is not None and trained is not None and place.rank == 0:
         runtime.observers.append(auto.Comparison(trained, predicted_s))
     _runtimes[model] = weakref.ref(runtime)
     weakref.finalize(model, grid.end_lanes)

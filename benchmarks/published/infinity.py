@@ -6,6 +6,7 @@ from dataclasses import replace
 from published.rows import Group, Row, estimate, fits, needs, shares, states, tflops
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.cost.file import load_cluster
+from shardwise.cost.simulate import Estimate
 from shardwise.plan import presets
 from shardwise.plan.builtin import builtin
 from shardwise.plan.facts import Facts
@@ -79,20 +80,19 @@ def first_fitting(layers: int, width: int, cluster: Cluster, batch: int) -> Plan
     return infinity_plan(("nvme", "nvme", "nvme"), "cpu")
 
 
+def of_group(plan: Plan, layers: int, width: int, cluster: Cluster, batch: int) -> Estimate:
+    """A step of a model-parallel group that counts as one device."""
+    facts = gpt(layers, width)
+    return estimate(facts, plan, cluster, micro=batch, seq=INFINITY_SEQ, flat=True)
+
+
 def infinity_rows(sizes: Iterable[str] = tuple(INFINITY)) -> Iterator[Row]:
     """TFLOP/s a GPU on 512 V100."""
     for size in sizes:
         layers, width, batch, group, published = INFINITY[size]
         cluster = together(load_cluster("dgx2-v100").with_world(512), group)
         plan = first_fitting(layers, width, cluster, int(batch * group))
-        found = estimate(
-            gpt(layers, width),
-            plan,
-            cluster,
-            micro=int(batch * group),
-            seq=INFINITY_SEQ,
-            flat=True,
-        )
+        found = of_group(plan, layers, width, cluster, int(batch * group))
         yield Row(
             what=f"{size} on 512 GPUs, {where(plan)}",
             predicted=tflops(found) / group,
@@ -116,14 +116,7 @@ def scaling_rows() -> Iterator[Row]:
     first: tuple[float, float] | None = None
     for world, published in SCALING.items():
         cluster = together(base.with_world(world), group)
-        found = estimate(
-            gpt(layers, width),
-            plan,
-            cluster,
-            micro=int(batch * group),
-            seq=INFINITY_SEQ,
-            flat=True,
-        )
+        found = of_group(plan, layers, width, cluster, int(batch * group))
         total = tflops(found) * cluster.world / 1000
         first = first or (total, published)
         yield Row(

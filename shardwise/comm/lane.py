@@ -166,8 +166,9 @@ class HostLane:
 
     def _run_on_cuda(self, work: Callable[[], None], index: int, begun: torch.cuda.Event) -> None:
         with torch.cuda.device(index):
-            stream = self._streams.setdefault(index, torch.cuda.Stream(index))
-            with torch.cuda.stream(stream):
+            if index not in self._streams:
+                self._streams[index] = torch.cuda.Stream(index)
+            with torch.cuda.stream(stream := self._streams[index]):
                 begun.wait()
                 self._run(work)
                 stream.synchronize()

@@ -70,6 +70,11 @@ class UnitSpec:
         """Elements of the parameters, without padding."""
         return sum(slot.param.numel for flat in self.flats for slot in flat.slots)
 
+    @property
+    def shape(self) -> tuple[tuple[int, str, bool], ...]:
+        """What a plan's operations on it depend on: alike units have equal ones."""
+        return tuple((flat.numel, flat.dtype, flat.requires_grad) for flat in self.flats)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

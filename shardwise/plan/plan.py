@@ -176,11 +176,13 @@ class Plan:
             overrides=tuple(replace(override, **merged(override)) for override in self.overrides),
             activations="recompute" if self.activations == "cpu" else self.activations,
         )
-        if self._has_away() and not plan._has_away():  # then nothing is left that streams
+        if (
+            self.streams_updates() and not plan.streams_updates()
+        ):  # then nothing is left that streams
             plan = replace(plan, tiers=replace(plan.tiers, update="step"))
         return plan
 
-    def _has_away(self) -> bool:
+    def streams_updates(self) -> bool:
         """Whether gradients or optimizer states of any unit rest on a tier."""
         owners: list[Plan | Override] = [self, *self.overrides]
         states = [state for owner in owners for state in (owner.grads, owner.optim)]

@@ -199,8 +199,7 @@ def _all_ops(
     """
     alike: dict[tuple[Any, ...], UnitOps] = {}
     for index, unit in enumerate(model.units):
-        name = unit.name
-        shape = tuple((flat.numel, flat.dtype, flat.requires_grad) for flat in unit.flats)
+        name, shape = unit.name, unit.shape
         found = alike.get(shape) if index and not plan.overrides else None
         if found is None:
             rungs, own = resolve(plan, topology, name), plan.for_unit(name)

@@ -258,9 +258,7 @@ def _tiers(plan: Plan) -> list[str]:
     if plan.tiers.update not in UPDATES:
         hint = _nearest(plan.tiers.update, UPDATES) or f"use {' or '.join(UPDATES)}."
         found.append(f"tiers.update '{plan.tiers.update}' is unknown; {hint}")
-    elif plan.tiers.update != "step" and all(
-        state.tier == "device" for name, state in _states(plan) if name != "params"
-    ):
+    elif plan.tiers.update != "step" and not plan.streams_updates():
         found.append(
             f"tiers.update is '{plan.tiers.update}', but neither gradients nor optimizer states "
             "rest on a tier; give optim.tier, or leave it away."

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.core.cluster import Cluster
-from shardwise.core.layout import ModelSpec, UnitSpec
+from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Work
 from shardwise.cost.simulate import Estimate, simulate
@@ -38,7 +38,7 @@ class Alike:
     @cached_property
     def run(self) -> tuple[int, int]:
         """The longest run of units of one shape: its beginning and its length."""
-        shapes = [_shape(unit) for unit in self.model.units]
+        shapes = [(unit.inside, unit.shape) for unit in self.model.units]
         best = (0, 0)
         begin = 0
         for index in range(1, len(shapes) + 1):
@@ -47,11 +47,7 @@ class Alike:
                 begin = index
         return -best[1], best[0]
 
-    @property
-    def is_long(self) -> bool:
-        return self._is_longer_than(SHORT_STEP)
-
-    def _is_longer_than(self, length: int) -> bool:
+    def is_longer_than(self, length: int) -> bool:
         return self.run[1] > length + LONGER and not self.model.used_again
 
     def short(self, length: int) -> ModelSpec:
@@ -74,7 +70,7 @@ class Alike:
     ) -> Memory:
         """As ``plan.memory.memory``."""
         options: dict[str, Any] = {"accumulates": accumulates, "activations": activations}
-        if not self._is_longer_than(SHORT):
+        if not self.is_longer_than(SHORT):
             return memory(plan, self.model, topology, **options)
         first, second = (memory(plan, short, topology, **options) for short in self.shorts[SHORT])
         terms = {
@@ -97,7 +93,7 @@ class Alike:
         length: int = SHORT_STEP,
     ) -> Estimate:
         """As ``cost.simulate.simulate``; see Note: Nearly. ``length`` is the shorter model's."""
-        if not self._is_longer_than(length):
+        if not self.is_longer_than(length):
             return simulate(plan, self.model, work, cluster, accumulate=accumulate, flat=flat)
         first, second = (
             simulate(plan, short, work, cluster, accumulate=accumulate, flat=flat)
@@ -117,8 +113,3 @@ class Alike:
                 activations=work.saved.held(plan.activations),
             ),
         )
-
-
-def _shape(unit: UnitSpec) -> tuple[Any, ...]:
-    flats = tuple((flat.numel, flat.dtype, flat.requires_grad) for flat in unit.flats)
-    return unit.inside, flats

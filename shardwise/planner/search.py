@@ -240,12 +240,12 @@ class _Space:
         # What the families from each on could reach at best.
         bounds = list(accumulate((family.bound_s for family in reversed(families)), min))[::-1]
         best: dict[tuple[str, ...], Candidate] = {}
-        fastest, idle, proven = math.inf, 0, not families
+        fastest, idle, left_s = math.inf, 0, math.inf
         for family, bound in zip(families, bounds, strict=True):
             # Behind the winner the table shows what was met on the way.
-            proven = bound >= (1 - TOLERANCE) * fastest
-            ended = proven or idle >= PATIENCE
+            ended = bound >= (1 - TOLERANCE) * fastest or idle >= PATIENCE
             if ended and (len(best) >= count or bound > 2 * fastest):
+                left_s = bound
                 break
             idle += 1
             for candidate in self._members(family):
@@ -257,11 +257,13 @@ class _Space:
                 fastest = min(fastest, candidate.step_s)
             self._progress(len(self._estimates))
         found = sorted(best.values(), key=lambda candidate: candidate.step_s)[:count]
-        full = [evaluate(self._request, c.plan, c.batch) for c in found]
+        full = rank([evaluate(self._request, c.plan, c.batch) for c in found])
+        # Of the full run: the order came from short models, which are not exact.
+        proven = not full or left_s >= (1 - TOLERANCE) * full[0].step_s
         smallest = None
         if not full and self._smallest is not None:
             smallest = evaluate(self._request, *self._smallest[1:])
-        return Result(tuple(rank(full)), smallest, self._num_plans, len(self._estimates), proven)
+        return Result(tuple(full), smallest, self._num_plans, len(self._estimates), proven)
 
     # --- families -----------------------------------------------------------------------------
 

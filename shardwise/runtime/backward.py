@@ -21,6 +21,7 @@ was dropped or replaced, other options of the optimizer (``windows.py``), no ste
 """
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,12 +124,17 @@ class Backward:
         finally:
             self.active = False
             self._tickets.clear()
-            updates, self._updates = self._updates, []
-            for update in updates:
-                update.wait()
+            self._finish_updates()
         runtime.end_backward()
         grads.end_backward(runtime, self._dropped)
         runtime.accumulated = not runtime.sync
+
+    def _finish_updates(self) -> None:
+        """Waits for all updates, also after one that failed: none may run on behind the user."""
+        updates, self._updates = self._updates, []
+        with ExitStack() as waiting:
+            for update in reversed(updates):
+                waiting.callback(update.wait)
 
     def finish_interrupted(self) -> None:
         """A backward that ended in an exception is finished with what had arrived."""

@@ -142,6 +142,8 @@ class WindowedUpdate:
         return HOST.submit(lambda: self._update_unit(unit, reduced, device), device)
 
     def _update_unit(self, unit: Unit, reduced: Ticket, device: torch.device) -> None:
+        if self._error is not None:
+            return  # one has failed, and nothing is to go further ahead
         try:
             windows = list(self._windows([unit]))
             if windows:

@@ -22,7 +22,7 @@ from shardwise.plan.presets import PRESETS
 from shardwise.plan.schedule import CHUNK_NUMEL, Hop
 from shardwise.plan.traffic import step_phases, step_traffic
 from shardwise.plan.validate import violations
-from shardwise.planner.alike import Alike
+from shardwise.planner.alike import SHORT_STEP, Alike
 from shardwise.planner.space import mixed
 
 GRIDS = ("world=1", "node=4,world=1", "node=2,world=2", "node=2,rack=2,world=3")
@@ -328,7 +328,7 @@ def test_short_models_tell_of_long_ones(name: str, accumulate: int) -> None:
     plan = replace(PRESETS[name](), precision=mixed("bfloat16"))
     spec = facts.spec(plan, on.topology)
     needed = facts.work(1, 2048, plan, on.topology)
-    assert Alike(spec).is_long
+    assert Alike(spec).is_longer_than(SHORT_STEP)
     near = Alike(spec).estimate(plan, needed, on, accumulate=accumulate)
     full = simulate(plan, spec, needed, on, accumulate=accumulate)
     assert near.step_s == pytest.approx(full.step_s, rel=1e-6)

@@ -338,10 +338,26 @@ def test_an_update_that_fails_is_told_by_backward_and_by_the_step(tmp_path, monk
     model, optimizer = sharded(tmp_path)
     saved = optimizer.state_dict()
     weights = sw.state_dict(model)
+    ended: list[str] = []
+
+    def fail(*_):
+        raise OSError("gone")
+
+    update = WindowedUpdate._update_unit
+
+    def slow(self, unit, reduced, device):
+        time.sleep(0.05)  # all are queued when the first one fails
+        try:
+            update(self, unit, reduced, device)
+        finally:
+            ended.append(unit.name)
+
     with monkeypatch.context() as patch:
-        patch.setattr(WindowedUpdate, "_step", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        patch.setattr(WindowedUpdate, "_step", fail)
+        patch.setattr(WindowedUpdate, "_update_unit", slow)
         with pytest.raises(OSError, match="gone"):
             lm_loss(model, *batch(1)).backward()
+        assert ended == ["blocks.2", "blocks.1", "blocks.0"]  # none runs on behind the user
     with pytest.raises(UsageError, match=r"update in the last backward failed \(gone\)"):
         optimizer.step()
     with pytest.raises(UsageError, match="the optimizer's state first"):
