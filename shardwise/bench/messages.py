@@ -57,6 +57,10 @@ class Turn:
     contender: str
     warmup: int
     steps: int
+    drained: bool = True
+    """Whether the clock runs until nothing travels any more. Otherwise it runs from the end of one
+    step to the end of another while refreshes travel on, as in a long training; the counters then
+    also have what the warm-up left on its way."""
 
 
 @dataclass(frozen=True, slots=True)

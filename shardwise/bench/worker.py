@@ -97,15 +97,16 @@ def _train(entry: _Entry, turn: Turn) -> Measured:
     import torch.distributed as dist
 
     if turn.warmup:
-        _run(entry, turn.warmup)
-    # Every node's counters are read while no node sends: between two barriers.
+        _run(entry, turn.warmup, drained=turn.drained)
+    # Every node's counters are read between two barriers: while no node sends, if drained.
     dist.barrier()
     sent, received = _count("tx"), _count("rx")
     dist.barrier()
     begin = time.perf_counter()
-    loss = _run(entry, turn.steps)
+    loss = _run(entry, turn.steps, drained=turn.drained)
     dist.barrier()
     seconds = time.perf_counter() - begin
+    entry.contender.drain()  # the next turn must not find this one's messages on the link
     return Measured(seconds, loss, _count("tx") - sent, _count("rx") - received)
 
 
@@ -114,14 +115,15 @@ def _call(message: Call) -> Returned:
     return Returned(getattr(importlib.import_module(module), function)(**message.arguments))
 
 
-def _run(entry: _Entry, steps: int) -> float:
+def _run(entry: _Entry, steps: int, *, drained: bool) -> float:
     from shardwise.bench.contenders import batch
 
     loss = float("nan")
     for _ in range(steps):
         loss = entry.contender.step(batch(entry.setting, entry.num_steps))
         entry.num_steps += 1
-    entry.contender.drain()
+    if drained:
+        entry.contender.drain()
     return loss
 
 
