@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from published.rows import Group, Row, estimate, fits, needs, shares, states, tflops
+from published.rows import FLAT, Group, Row, estimate, fits, needs, shares, states, tflops
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import Estimate
@@ -83,7 +83,7 @@ def first_fitting(layers: int, width: int, cluster: Cluster, batch: int) -> Plan
 def of_group(plan: Plan, layers: int, width: int, cluster: Cluster, batch: int) -> Estimate:
     """A step of a model-parallel group that counts as one device."""
     facts = gpt(layers, width)
-    return estimate(facts, plan, cluster, micro=batch, seq=INFINITY_SEQ, flat=True)
+    return estimate(facts, plan, cluster, micro=batch, seq=INFINITY_SEQ, habits=FLAT)
 
 
 def infinity_rows(sizes: Iterable[str] = tuple(INFINITY)) -> Iterator[Row]:
@@ -199,7 +199,7 @@ def prefetch_rows() -> Iterator[Row]:
                 cluster,
                 micro=batch,
                 seq=INFINITY_SEQ,
-                flat=True,
+                habits=FLAT,
             )
             for prefetch in (0, 1)
         )
@@ -220,7 +220,7 @@ GROUPS = (
         "Layers, widths, batches and model-parallel groups are those of the paper's table 1, "
         "recalled and not verified. A group is one device of four (20T: eight) times everything, "
         "its own all-reduces free. States rest where they first fit.",
-        "All are too fast by the same factor of 1.4 to 1.5, and compute is 81 to 97 % of a step: "
+        "All are too fast by the same factor of 1.3 to 1.4, and compute is 75 to 96 % of a step: "
         "so it is the rate of compute. 70 TFLOP/s is what the authors call achievable; 3D "
         "parallelism has 47 on this cluster. Relative to 0.5T, every size is within 7 %.",
         infinity_rows,
@@ -247,7 +247,7 @@ GROUPS = (
         "ZeRO-Infinity, prefetching",
         "10 layers of 8192, P on the device, G and OS on the host (recalled, not verified); one "
         "layer ahead against none.",
-        "The effect fades with the batch as published. At batch 2 it is a third: our other side "
+        "The effect fades with the batch as published. At batch 2 it is a quarter: our other side "
         "still hides reductions, gathers at the full rate of eight links are a tenth of a step, "
         "and the update on the host, at an assumed rate, is more than a third of it.",
         prefetch_rows,

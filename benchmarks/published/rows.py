@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardwise.core.cluster import Cluster
+from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate
 from shardwise.plan.facts import Facts
 from shardwise.plan.memory import Memory
@@ -13,6 +14,8 @@ from shardwise.planner.search import Request, overflows
 from shardwise.planner.space import mixed
 
 TERA = 1e12
+FLAT = Habits(flat=True)
+"""As everybody else runs collectives."""
 RECOMPUTED = 4 / 3
 """These papers count a recomputed forward: 18B of tutorial, 512 tokens, 9.96 s at 7.65 TFLOP/s are
 76e12 operations, 8 for a parameter and token."""
@@ -56,13 +59,13 @@ def estimate(
     micro: int,
     seq: int,
     accumulate: int = 1,
-    flat: bool = False,
+    habits: Habits = OURS,
 ) -> Estimate:
     """A step of a plan."""
     topology = cluster.topology
     work = facts.work(micro, seq, plan, topology)
     return Alike(facts.spec(plan, topology)).estimate(
-        plan, work, cluster, accumulate=accumulate, flat=flat
+        plan, work, cluster, accumulate=accumulate, habits=habits
     )
 
 

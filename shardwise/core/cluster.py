@@ -88,8 +88,8 @@ class LinkSpec:
     reduce: Curve | None = None
     """Likewise of a reduce hop, with the summing."""
     busy: float = 0.0
-    """How much of a host's processors the hops of its ranks take while they run: 0 none, 1 all.
-    Devices that have engines of their own for transfers have 0."""
+    """How much of what computes the hops take while they run: 0 none, 1 all. Of a host's processors
+    where these compute; else of a GPU's multiprocessors, whose kernels carry the transfers."""
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ encoded for a reduction goes all to all instead: every pair at once, after one l
 
 [Note: Flat collectives]
 Other systems run one collective over all ranks of a group, whatever links it crosses: a ring with
-as many latencies as ranks, whose bytes cross every level. ``flat`` prices them so.
+as many latencies as ranks, whose bytes cross every level. ``Habits.flat`` prices them so.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from itertools import groupby
 from shardwise.core.cluster import Cluster, ClusterError, Curve, Host, LinkSpec
 from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
+from shardwise.cost.habits import OURS, Habits
 from shardwise.plan.plan import Rungs
 from shardwise.plan.schedule import Hop, Op, chunk_numel
 
@@ -33,8 +34,7 @@ class Prices:
     """The prices of a cluster."""
 
     cluster: Cluster
-    flat: bool = False
-    """See Note: Flat collectives."""
+    habits: Habits = OURS
 
     @property
     def _processor(self) -> tuple[tuple[str, float], ...]:
@@ -64,7 +64,7 @@ class Prices:
 
     def hops(self, use: str, hops: Sequence[Hop], *, reduces: bool) -> Stages:
         """Exchanges one after the other, or as one ring."""
-        if not self.flat or len(hops) < 2:
+        if not self.habits.flat or len(hops) < 2:
             return [self.hop(use, hop, reduces=reduces) for hop in hops]
         links = [self.cluster.level(hop.level) for hop in hops]
         ranks = 1
@@ -113,6 +113,11 @@ class Prices:
         by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
         last = [by_hop.pop()] if overlaps else []
         return [(_joined(by_hop), _joined(last))] * simulated
+
+    def spread_back(self, op: Op, rungs: Rungs) -> Stages:
+        """What makes an all-reduce of a reduction, for ranks that hold the same parameters."""
+        shared = [hop for hop in reversed(op.hops) if hop.step >= rungs.params]
+        return self.hops("reduce", shared, reduces=False)
 
     def _chunk(self, hop: Hop, numel: int, rungs: Rungs, chunks: int, simulated: int) -> Stages:
         """One hop of one of the simulated chunks, each of which stands for several."""

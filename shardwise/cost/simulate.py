@@ -17,6 +17,7 @@ from shardwise.core.trace import Span
 from shardwise.core.work import Work
 from shardwise.cost.engine import SLOWED, Compute, Instruction, Job, Mark, Run, Stage, Submit, Wait
 from shardwise.cost.engine import run as run_program
+from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.plan import Plan, Rungs, has_master, resolve, untiled
@@ -74,11 +75,11 @@ def simulate(
     cluster: Cluster,
     *,
     accumulate: int = 1,
-    flat: bool = False,
+    habits: Habits = OURS,
     spans: bool = False,
 ) -> Estimate:
     """A step of ``accumulate`` micro-batches of ``work`` on every rank of the cluster."""
-    steps = _Steps(plan, model, work, cluster, flat=flat)
+    steps = _Steps(plan, model, work, cluster, habits)
     # All in the middle are alike: one will do, unless somebody wants to see them.
     simulated = accumulate if spans else min(accumulate, 3)
     phases = list(step_phases(simulated).elements())
@@ -198,11 +199,11 @@ class _Steps:
     """The program of some steps."""
 
     def __init__(
-        self, plan: Plan, model: ModelSpec, work: Work, cluster: Cluster, *, flat: bool
+        self, plan: Plan, model: ModelSpec, work: Work, cluster: Cluster, habits: Habits = OURS
     ) -> None:
-        self._plan, self._model, self._work = plan, model, work
+        self._plan, self._model, self._work, self._habits = plan, model, work, habits
         self._topology = cluster.topology
-        self._prices = Prices(cluster, flat)
+        self._prices = Prices(cluster, habits)
         self._root = model.units[0].name
         flops = _forward_flops(model, work)
         self._units = {
@@ -370,7 +371,10 @@ class _Steps:
         for op in event.ops:
             if op.kind is Kind.REDUCE:
                 jobs += self._descend(unit, op)
-            elif op.kind is Kind.SPREAD:
+                if self._habits.all_reduces:
+                    stages = self._prices.spread_back(op, unit.rungs)
+                    jobs.append(Job("reduce", f"spread {name}", stages))
+            elif op.kind is Kind.SPREAD and not self._habits.all_reduces:
                 stages = self._climb("reduce", op, unit)
                 jobs.append(Job("reduce", f"spread {name}", stages))
             elif op.kind is Kind.STORE:
@@ -420,6 +424,9 @@ class _Steps:
                 yield from self._stream(unit, op)
             elif op.kind is Kind.REFRESH:
                 yield from self._refresh(unit, op)
+        if self._habits.waits:
+            for job in self._refreshes.values():
+                yield Wait(job)
 
     def _stream(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
         """An update whose states rest elsewhere: reads, work and writes at once."""

@@ -17,6 +17,7 @@ from shardwise.core.cluster import Cluster
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Work
+from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate, simulate
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.plan import Plan
@@ -89,14 +90,14 @@ class Alike:
         cluster: Cluster,
         *,
         accumulate: int,
-        flat: bool = False,
+        habits: Habits = OURS,
         length: int = SHORT_STEP,
     ) -> Estimate:
         """As ``cost.simulate.simulate``; see Note: Nearly. ``length`` is the shorter model's."""
         if not self.is_longer_than(length):
-            return simulate(plan, self.model, work, cluster, accumulate=accumulate, flat=flat)
+            return simulate(plan, self.model, work, cluster, accumulate=accumulate, habits=habits)
         first, second = (
-            simulate(plan, short, work, cluster, accumulate=accumulate, flat=flat)
+            simulate(plan, short, work, cluster, accumulate=accumulate, habits=habits)
             for short in self.shorts[length]
         )
         return replace(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from shardwise.core.cluster import Cluster
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
+from shardwise.cost.habits import Habits
 from shardwise.cost.simulate import Estimate
 from shardwise.cost.simulate import simulate as simulate_step
 from shardwise.plan.facts import Facts
@@ -57,7 +58,7 @@ def simulate(
         facts.work(micro_batch, seq, chosen, topology),
         described,
         accumulate=accumulate,
-        flat=flat,
+        habits=Habits(flat=flat),
         spans=spans,
     )
 

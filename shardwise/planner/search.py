@@ -177,7 +177,7 @@ class Search:
         return result
 
 
-def evaluate(request: Request, plan: Plan, batch: Batch, *, flat: bool = False) -> Candidate:
+def evaluate(request: Request, plan: Plan, batch: Batch) -> Candidate:
     """One plan, run in full, whether it fits or not."""
     topology = request.cluster.topology
     work = request.facts.work(batch.micro, request.seq, plan, topology)
@@ -187,7 +187,6 @@ def evaluate(request: Request, plan: Plan, batch: Batch, *, flat: bool = False) 
         work,
         request.cluster,
         accumulate=batch.accumulate,
-        flat=flat,
     )
     return Candidate(plan, batch, estimate)
 

@@ -111,7 +111,8 @@ class _Hops:
 def _measure_busy(hops: _Hops, grid: Grid, sent: float, clock: Clock, scope: Scope) -> float:
     """The share of a host's processors that work while all ranks hop, by the kernel's account.
 
-    It counts what the network costs as well, which no process is charged for.
+    It counts what the network costs as well, which no process is charged for. Of GPUs it is not
+    measured (docs/planner.md).
     """
     if grid.device.type == "cuda":
         return 0.0

@@ -12,6 +12,7 @@ from shardwise.core.topology import Topology
 from shardwise.core.work import Saved, Work
 from shardwise.cost.engine import SLOWED, Compute, Submit
 from shardwise.cost.file import load_cluster
+from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
 from shardwise.cost.simulate import USES, Estimate, _Steps, simulate
 from shardwise.plan import presets
@@ -20,7 +21,7 @@ from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, Tiers, resolve
 from shardwise.plan.presets import PRESETS
 from shardwise.plan.schedule import CHUNK_NUMEL, Hop
-from shardwise.plan.traffic import step_phases, step_traffic
+from shardwise.plan.traffic import Use, step_phases, step_traffic
 from shardwise.plan.validate import violations
 from shardwise.planner.alike import SHORT_STEP, Alike
 from shardwise.planner.space import mixed
@@ -240,9 +241,11 @@ def test_the_bytes_that_are_priced_are_the_schedules(name: str, grid: str, accum
             assert sent[level.name] == pytest.approx(expected, rel=1e-5)
 
 
-def sent_bytes(plan: Plan, spec: ModelSpec, on: Cluster, accumulate: int) -> Counter[str]:
+def sent_bytes(
+    plan: Plan, spec: ModelSpec, on: Cluster, accumulate: int = 1, habits: Habits = OURS
+) -> Counter[str]:
     """By level: what the jobs of a program send, told of their seconds."""
-    steps = _Steps(plan, spec, work(), on, flat=False)
+    steps = _Steps(plan, spec, work(), on, habits)
     sent: Counter[str] = Counter()
     for instruction in steps.program(list(step_phases(accumulate).elements())):
         for stage in instruction.job.stages if isinstance(instruction, Submit) else []:
@@ -255,7 +258,7 @@ def sent_bytes(plan: Plan, spec: ModelSpec, on: Cluster, accumulate: int) -> Cou
 
 
 def test_the_operations_that_are_priced_are_the_models() -> None:
-    steps = _Steps(presets.zero3(), model(4), work(), cluster("world=4"), flat=False)
+    steps = _Steps(presets.zero3(), model(4), work(), cluster("world=4"))
     seconds = sum(
         instruction.stage.seconds
         for instruction in steps.program(list(step_phases(1).elements()))
@@ -288,7 +291,7 @@ def test_memory_is_the_models() -> None:
         )
 
 
-# --- tiers and flat collectives -------------------------------------------------------------------
+# --- tiers and others' habits ---------------------------------------------------------------------
 
 
 def test_slower_disks_expose_more() -> None:
@@ -312,10 +315,32 @@ def test_a_flat_ring_has_as_many_latencies_as_ranks() -> None:
     on = cluster("node=4,world=3", bandwidth=FAST, latency_s=1.0)
     hops = [Hop(1, "world", 3, 1, None), Hop(0, "node", 4, 1, None)]
     ladder = sum(stage.seconds for stage in Prices(on).hops("gather", hops, reduces=False))
-    (ring,) = Prices(on, flat=True).hops("gather", hops, reduces=False)
+    (ring,) = Prices(on, Habits(flat=True)).hops("gather", hops, reduces=False)
     assert ladder == pytest.approx(2 + 3)
     assert ring.seconds == pytest.approx(11)
     assert ("link world", 1.0) in ring.needs
+
+
+def test_an_all_reduce_sends_sums_to_all_that_hold_the_parameters() -> None:
+    on = cluster("node=2,world=2", latency_s=0.0)
+    spec, everybody = model(on.world), Habits(all_reduces=True)
+    plans = {"ddp": presets.ddp(), "zero1": presets.zero1(), "hsdp": presets.hsdp()}
+    ours = {name: sent_bytes(plan, spec, on) for name, plan in plans.items()}
+    theirs = {name: sent_bytes(plan, spec, on, habits=everybody) for name, plan in plans.items()}
+    # Without owners everybody needs all sums anyway; and a refresh sends as much as a reduction.
+    assert theirs["ddp"] == pytest.approx(ours["ddp"])
+    assert theirs["hsdp"] == pytest.approx(ours["hsdp"])
+    assert theirs["zero1"] == pytest.approx({k: 1.5 * v for k, v in ours["zero1"].items()})
+
+
+def test_a_refresh_that_is_waited_for_hides_behind_nothing() -> None:
+    on, plan = cluster("world=4"), presets.zero1()
+    ours, theirs = (
+        simulate(plan, model(4), work(), on, habits=habits) for habits in (OURS, Habits(waits=True))
+    )
+    sent = step_traffic(plan, model(4), on.topology).sent_bytes(use=Use.REFRESH)
+    assert 0 < ours.exposed["refresh"] < 0.9 * theirs.exposed["refresh"]
+    assert theirs.exposed["refresh"] == pytest.approx(sent / 1e9, rel=0.1)
 
 
 # --- short models ---------------------------------------------------------------------------------
