@@ -2,7 +2,7 @@
 
     python benchmarks/papers.py                         # half a minute: groups A, B and C
     python benchmarks/papers.py --groups D              # what the joint space buys: about a minute
-    python benchmarks/papers.py --markdown --main       # the tables of docs/papers.md
+    python benchmarks/papers.py --groups A,B,C,D --markdown --main   # the tables of docs/papers.md
 
 Speeds are the catalogue's, which cites them; models, batches and placements are the papers' setups,
 and where these could not be read a row or a group says what was assumed. Nothing is fitted to a

@@ -235,8 +235,7 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     topology = Topology.parse(f"node={job['ranks']}")
     saved = saved_bytes(lambda: kind(config), lambda model: model(*_rows(job)), plan, topology)
     spec = describe(model, plan, topology)
-    kept = saved.held(plan.without_accelerator().activations)
-    predicted = memory(plan, spec, topology, activations=kept).total
+    predicted = memory(plan.without_accelerator(), spec, topology, saved=saved).total
     sw.shard(model, optimizer, plan=plan)
 
     def step(tokens: Any, labels: Any) -> float:

@@ -220,7 +220,7 @@ GROUPS = (
         "Layers, widths, batches and model-parallel groups are those of the paper's table 1, "
         "recalled and not verified. A group is one device of four (20T: eight) times everything, "
         "its own all-reduces free. States rest where they first fit.",
-        "All are too fast by the same factor of 1.3 to 1.4, and compute is 75 to 96 % of a step: "
+        "All are too fast by the same factor of 1.4 to 1.5, and compute is 80 to 97 % of a step: "
         "so it is the rate of compute. 70 TFLOP/s is what the authors call achievable; 3D "
         "parallelism has 47 on this cluster. Relative to 0.5T, every size is within 7 %.",
         infinity_rows,

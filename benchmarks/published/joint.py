@@ -69,7 +69,7 @@ def best_of(plans: Iterable[Plan], request: Request) -> Estimate | None:
                 chosen,
                 topology,
                 accumulates=False,
-                activations=work.saved.held(activations),
+                saved=work.saved,
             )
             if any(overflows(needed, request)):
                 continue

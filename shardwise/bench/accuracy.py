@@ -163,8 +163,7 @@ def footprints(setup: Setup, tell: Callable[[str], None]) -> Iterator[Footprint]
                     )
                     job.leave()
                 work = facts.work(1, setup.seq, plan, topology)
-                held = work.saved.held(plan.activations)
-                needed = memory(plan, facts.spec(plan, topology), topology, activations=held)
+                needed = memory(plan, facts.spec(plan, topology), topology, saved=work.saved)
                 found = Footprint(
                     grid=grid,
                     plan=name,
@@ -272,8 +271,10 @@ Recorded = TypeVar("Recorded", Comparison, Footprint)
 
 
 def read(results: Path, kind: type[Recorded]) -> list[Recorded]:
+    """What a file has; of one plan on one cluster the last that was written."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return [kind(**json.loads(line)) for line in lines]
+    found = [kind(**json.loads(line)) for line in lines]
+    return list({(one.grid, getattr(one, "rate", ""), one.plan): one for one in found}.values())
 
 
 def write(results: Path, one: Comparison | Footprint) -> None:

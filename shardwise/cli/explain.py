@@ -11,6 +11,7 @@ import typer
 from shardwise.cli.common import JSON_OPTION, print_json
 from shardwise.core.layout import ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
 from shardwise.plan.file import dump_plan, load_plan
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.plan import Plan, Rungs, resolve
@@ -79,7 +80,7 @@ def explain(
         model=_describe(model, chosen, topology),
         accumulate=accumulate,
         phase=phase or (Phase.ONLY if accumulate == 1 else Phase.LAST),
-        activations=_activations(model, chosen, topology, micro_batch, seq),
+        saved=facts_of(model).work(micro_batch, seq, chosen, topology).saved,
     )
     check(chosen, topology, explanation.model)
     if as_json:
@@ -97,8 +98,7 @@ class Explanation:
     model: ModelSpec
     accumulate: int
     phase: Phase
-    activations: int = 0
-    """Bytes that forward saves for backward."""
+    saved: Saved
 
     @property
     def traffic(self) -> Traffic:
@@ -111,7 +111,7 @@ class Explanation:
             self.model,
             self.topology,
             accumulates=self.accumulate > 1,
-            activations=self.activations,
+            saved=self.saved,
         )
 
 
@@ -226,12 +226,6 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
 
 def _describe(name: str, plan: Plan, topology: Topology) -> ModelSpec:
     return facts_of(name).spec(plan, topology)
-
-
-def _activations(name: str, plan: Plan, topology: Topology, micro_batch: int, seq: int) -> int:
-    """What backward needs of the named model's forward under the plan, in its compute dtype."""
-    work = facts_of(name).work(micro_batch, seq, plan, topology)
-    return work.saved.held(plan.activations)
 
 
 def _rests(rungs: Rungs) -> dict[str, int]:

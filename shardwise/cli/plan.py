@@ -259,7 +259,7 @@ def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
             share = seconds / advice.best.step_s
             bar = "█" * round(40 * share)
             console.print(f"  {use:<8} {seconds:9.3f} s {share:5.0%} {bar}", markup=False)
-    proof = "no other plan is faster by more than 2 %" if advice.result.proven else (
+    proof = "no other partitioning is faster by more than 2 %" if advice.result.proven else (
         "the search ended when nothing better came for a while"
     )  # fmt: skip
     console.print(f"\nWhat binds: {advice.binds}. Among the plans searched, {proof}.")

@@ -42,6 +42,11 @@ class Saved:
         moving = (1 + IN_FLIGHT) * self.largest_input
         return self.root + self.small + self.largest_unit + moving
 
+    @property
+    def movable(self) -> int:
+        """What rests on a tier if activations do."""
+        return self.checkpoints - self.small
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:

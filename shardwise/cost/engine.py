@@ -2,7 +2,8 @@
 
 The program (what a rank's main thread does) computes, submits jobs to lanes and waits for them. A
 lane runs its jobs in order, stage by stage. A stage takes its seconds while it is alone; stages
-that run at once and together ask for more than there is of a resource all slow down alike.
+that run at once and together ask for more than there is of a resource all slow down alike. What a
+stage reserves of a resource it has to itself, and the others share the rest.
 """
 
 import math
@@ -22,6 +23,8 @@ class Stage:
     seconds: float
     needs: tuple[tuple[str, float], ...] = ()
     """Resources and the share of each that it takes at full speed."""
+    reserves: tuple[tuple[str, float], ...] = ()
+    """Shares that nobody else gets while it runs."""
 
 
 class Job:
@@ -68,6 +71,8 @@ class Mark:
 Instruction = Compute | Submit | Wait | Mark
 
 EPSILON = 1e-12
+LEAST_FREE = 0.05
+"""Of a resource, whatever is reserved."""
 
 
 @dataclass
@@ -183,9 +188,15 @@ class _Engine:
         """Until the first of the running stages is over. Plain loops: most of a search is here."""
         running = list(self._running.values())
         loads: dict[str, float] = {}
+        free: dict[str, float] = {}
         for one in running:
             for resource, share in one.stage.needs:
                 loads[resource] = loads.get(resource, 0.0) + share
+            for resource, share in one.stage.reserves:
+                free[resource] = max(LEAST_FREE, free.get(resource, 1.0) - share)
+        for resource, share in free.items():
+            if resource in loads:
+                loads[resource] /= share
         step = math.inf
         for one in running:
             load = 1.0

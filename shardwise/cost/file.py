@@ -19,9 +19,9 @@ from shardwise.core.errors import PlanError
 from shardwise.core.sizes import parse_bytes
 from shardwise.core.wire import CAST_BYTES, CODE_BITS
 
-UPDATE_BYTES = 30
+UPDATE_BYTES = 28
 """What AdamW moves in memory for an element: master, two moments and gradient read (16), the first
-three written (12), and a copy of two bytes."""
+three written (12). The copy in the compute dtype has a price of its own."""
 
 Points = list[tuple[float, float]]
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from shardwise.core.cluster import Cluster, ClusterError, Curve, Host, LinkSpec
+from shardwise.core.errors import PlanError
 from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.cost.habits import OURS, Habits
 from shardwise.plan.plan import Rungs
 from shardwise.plan.schedule import Hop, Op, chunk_numel
 
-PROCESSOR = "processor"
+PROCESSOR, HOST_PROCESSOR = "processor", "host processor"
 READ, WRITE, HOST = "read", "write", "host"
 MOST_CHUNKS = 4
 """Chunks of an encoded reduction that are simulated one by one; more are as many longer ones."""
@@ -50,7 +51,7 @@ class Prices:
             seconds = curve.seconds(hop.sent_bytes)
         else:
             seconds = self._ring(link, hop.sent_bytes, 2 if direct else hop.size)
-        return Stage(use, seconds, self._needs(link))
+        return self._on(use, seconds, link, link.busy)
 
     def _ring(self, link: LinkSpec, sent_bytes: float, size: int) -> float:
         assert link.bandwidth is not None
@@ -58,20 +59,22 @@ class Prices:
         share = link.bandwidth / self.cluster.ranks_inside(link.name)
         return link.latency_s * (size - 1) + sent_bytes / share
 
-    def _needs(self, link: LinkSpec) -> tuple[tuple[str, float], ...]:
+    def _on(self, use: str, seconds: float, link: LinkSpec, busy: float) -> Stage:
+        """A hop's stage. Hosts share their processors; of a GPU its kernels have parts alone."""
         needs = ((f"link {link.name}", 1.0),)
-        return (*needs, (PROCESSOR, link.busy)) if link.busy else needs
+        work = ((PROCESSOR, busy),) if busy else ()
+        if self.cluster.device.kind == "cpu":
+            return Stage(use, seconds, (*needs, *work))
+        return Stage(use, seconds, needs, reserves=work)
 
     def hops(self, use: str, hops: Sequence[Hop], *, reduces: bool) -> Stages:
         """Exchanges one after the other, or as one ring."""
         if not self.habits.flat or len(hops) < 2:
             return [self.hop(use, hop, reduces=reduces) for hop in hops]
-        links = [self.cluster.level(hop.level) for hop in hops]
-        ranks = 1
+        sent: dict[str, int] = {}
         steps = 0.0
-        for hop, link in sorted(
-            zip(hops, links, strict=True), key=lambda pair: self.cluster.ranks_inside(pair[1].name)
-        ):
+        for hop in sorted(hops, key=lambda hop: self.cluster.ranks_inside(hop.level)):
+            link = self.cluster.level(hop.level)
             if link.latency_s is None or link.bandwidth is None:
                 raise ClusterError(
                     f"Level '{link.name}' of cluster '{self.cluster.name}' was measured hop by "
@@ -79,12 +82,10 @@ class Prices:
                 )
             # Of the ring's steps, one a member crosses this level's link, the others lie inside.
             steps = steps * hop.size + link.latency_s * (hop.size - 1)
-            ranks *= hop.size
-        slowest = max(
-            self._ring(link, hop.sent_bytes, 1) for hop, link in zip(hops, links, strict=True)
-        )
-        outermost = max(links, key=lambda link: self.cluster.ranks_inside(link.name))
-        return [Stage(use, steps + slowest, self._needs(outermost))]
+            sent[hop.level] = sent.get(hop.level, 0) + hop.sent_bytes
+        links = [self.cluster.level(level) for level in sent]
+        slowest = max(self._ring(link, sent[link.name], 1) for link in links)
+        return [self._on(use, steps + slowest, links[-1], _ring_busy(links))]
 
     # --- operations ---------------------------------------------------------------------------
 
@@ -107,7 +108,10 @@ class Prices:
         """A reduction chunk by chunk: its stages, and those of the last hop where that overlaps."""
         use, hops = "reduce", op.hops
         if not any(hop.format for hop in hops):
-            return [(self.hops(use, hops, reduces=True), [])]
+            # The ranks that share P sum first, then those that hold the same: two collectives.
+            inside = [hop for hop in hops if hop.step < rungs.params]
+            raw = (self.hops(use, some, reduces=True) for some in (inside, hops[len(inside) :]))
+            return [(_joined(list(raw)), [])]
         chunks = max(1, -(-numel // chunk_numel(rungs.granules)))
         simulated = min(chunks, MOST_CHUNKS)
         by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
@@ -116,6 +120,8 @@ class Prices:
 
     def spread_back(self, op: Op, rungs: Rungs) -> Stages:
         """What makes an all-reduce of a reduction, for ranks that hold the same parameters."""
+        if any(hop.format for hop in op.hops):
+            raise PlanError("An all-reduce is priced for gradients that travel as they are only.")
         shared = [hop for hop in reversed(op.hops) if hop.step >= rungs.params]
         return self.hops("reduce", shared, reduces=False)
 
@@ -170,14 +176,15 @@ class Prices:
     def update(self, numel: int, tier: str) -> Stage:
         """The optimizer's own work: on the device, or by the host where states rest elsewhere."""
         curve: Curve | None = self.cluster.device.update
+        needs = self._processor
         if tier != "device" and self.cluster.device.kind != "cpu":
-            curve = self._host().update
+            curve, needs = self._host().update, ((HOST_PROCESSOR, 1.0),)
         if curve is None:
             raise ClusterError(
                 f"Cluster '{self.cluster.name}' does not say how fast its hosts update "
                 "optimizer states; add host.update_rate."
             )
-        return Stage("update", curve.seconds(numel), self._processor)
+        return Stage("update", curve.seconds(numel), needs)
 
     def _host(self) -> Host:
         """Beside devices that have a memory of their own; unknown is not free."""
@@ -187,6 +194,15 @@ class Prices:
                 "keep what the plan moves there on the device."
             )
         return self.cluster.host
+
+
+def _ring_busy(links: Sequence[LinkSpec]) -> float:
+    """Of a ring through all levels, the inner ones first: its blocks carry what the slowest link
+    does, of which the inner links' own blocks could carry more."""
+    outer = links[-1]
+    assert outer.bandwidth is not None
+    inner = (link.busy * min(1.0, outer.bandwidth / (link.bandwidth or 1.0)) for link in links)
+    return max(outer.busy, *inner)
 
 
 def _joined(lists: list[Stages]) -> Stages:

@@ -97,7 +97,7 @@ def simulate(
         model,
         topology,
         accumulates=accumulate > 1,
-        activations=work.saved.held(plan.activations),
+        saved=work.saved,
     )
     return Estimate(
         plan=plan,
@@ -305,16 +305,16 @@ class _Steps:
         if any(op.kind is Kind.KEEP for op in event.ops):
             yield Compute(f"keep {unit.spec.name}", self._prices.copy(unit.kept_bytes))
         tier = self._plan.activations
-        if tier in ("cpu", "nvme") and unit.spec.name != self._root:
+        if tier in ("cpu", "nvme") and self._is_called(unit):
             stage = self._prices.move(tier, self._input_bytes, writes=True)
             yield Submit(Job("activations", f"save {unit.spec.name}", [stage]))
 
     def _read_input(self, name: str) -> Iterator[Instruction]:
         """A unit's input from its tier, and the next one's on its way."""
         tier = self._plan.activations
-        if tier not in ("cpu", "nvme"):
+        if tier not in ("cpu", "nvme") or not self._is_called(self._units[name]):
             return
-        order = [unit for unit in reversed(self._model.order) if unit != self._root]
+        order = [n for n in reversed(self._model.order) if self._is_called(self._units[n])]
         position = order.index(name)
         for each in order[position : position + 2]:
             if each not in self._inputs:
@@ -322,6 +322,10 @@ class _Steps:
                 self._inputs[each] = Job("inputs", f"load {each}", [stage])
                 yield Submit(self._inputs[each])
         yield Wait(self._inputs.pop(name))
+
+    def _is_called(self, unit: _Unit) -> bool:
+        """Whether it is a block with an input of its own, not a part of one."""
+        return unit.spec.name != self._root and not unit.spec.inside
 
     # --- parameters ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
 from shardwise.plan.plan import Plan, Rungs, format_of, has_master, resolve
 from shardwise.plan.schedule import (
     OPTIM_WORDS,
@@ -57,12 +58,12 @@ class Memory:
     """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
     (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
     activations: int = 0
-    """What forward saves for backward; the caller's figure (``model.activations``)."""
+    """What forward saves for backward, as far as it stays in the device's memory."""
 
     cpu: int = 0
-    """States that rest in host memory; none of ``total``."""
+    """States and activations that rest in host memory; none of ``total``."""
     nvme: int = 0
-    """States that rest on the disk; none of ``total``."""
+    """States and activations that rest on the disk; none of ``total``."""
 
     allowance: int = 0
     """What no plan controls: the largest unit's gradients while autograd makes them, a quarter of
@@ -125,12 +126,13 @@ def memory(
     *,
     optim_words: int = OPTIM_WORDS,
     accumulates: bool = False,
-    activations: int = 0,
+    saved: Saved | None = None,
 ) -> Memory:
     """What each rank holds in a training step.
 
     ``optim_words`` is what the optimizer stores for an element (Adam: 2). ``accumulates`` says
-    that steps have several micro-batches under ``no_sync``.
+    that steps have several micro-batches under ``no_sync``. ``saved`` is what forward saves for
+    backward; without it activations do not count.
     """
     placed = [
         _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
@@ -165,13 +167,20 @@ def memory(
         budget=plan.tiers.device_bytes,
         allowance=_largest_gradient(placed) + optim // 8,
     )
-    return with_activations(found, activations)
+    return found if saved is None else with_activations(found, saved, plan.activations)
 
 
-def with_activations(needed: Memory, activations: int) -> Memory:
-    """What is needed, with so many bytes of activations, and what their gradients take."""
-    allowance = needed.allowance + activations // 4
-    return replace(needed, activations=needed.activations + activations, allowance=allowance)
+def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
+    """What is needed with activations, where a setting has them, and with their gradients."""
+    held = saved.held(setting)
+    away = {tier: saved.movable if tier == setting else 0 for tier in ("cpu", "nvme")}
+    return replace(
+        needed,
+        activations=held,
+        cpu=needed.cpu + away["cpu"],
+        nvme=needed.nvme + away["nvme"],
+        allowance=needed.allowance + held // 4,
+    )
 
 
 def _params(placed: _Placed) -> int:

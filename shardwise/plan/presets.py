@@ -78,7 +78,8 @@ def amsp(*, precision: Precision | None = None) -> Plan:
 def zeropp(*, precision: Precision | None = None) -> Plan:
     """ZeRO++: zero3 with int8 gathers, a second partition in the node, and reductions in few bits.
 
-    Gradients travel as int8 inside a node and as int4 between nodes: int4 on both loses quality.
+    Gradients travel as int8 inside a node and as int4 between nodes: of int4 on both hops others
+    report a loss of quality (SDP4Bit). docs/wires.md has ours.
     """
     plan = zero3(keep="node", precision=precision)
     return replace(

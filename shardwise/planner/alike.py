@@ -6,7 +6,7 @@ the search prices every plan on two short models and draws the line; only the be
 [Note: Nearly]
 Where a link is about as busy as the device, the two fall into step only after many blocks, and from
 then on each block takes another time. Over presets, clusters and batches the line is off by 0.1 %
-in the mean, and by 5 % at worst.
+in the mean, and by 7 % at worst.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.core.cluster import Cluster
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
-from shardwise.core.work import Work
+from shardwise.core.work import Saved, Work
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate, simulate
 from shardwise.plan.memory import Memory, memory
@@ -67,10 +67,10 @@ class Alike:
         return first + (second - first) * (self.run[1] - length) / LONGER
 
     def memory(
-        self, plan: Plan, topology: Topology, *, accumulates: bool, activations: int
+        self, plan: Plan, topology: Topology, *, accumulates: bool, saved: Saved | None
     ) -> Memory:
         """As ``plan.memory.memory``."""
-        options: dict[str, Any] = {"accumulates": accumulates, "activations": activations}
+        options: dict[str, Any] = {"accumulates": accumulates, "saved": saved}
         if not self.is_longer_than(SHORT):
             return memory(plan, self.model, topology, **options)
         first, second = (memory(plan, short, topology, **options) for short in self.shorts[SHORT])
@@ -111,6 +111,6 @@ class Alike:
                 plan,
                 cluster.topology,
                 accumulates=accumulate > 1,
-                activations=work.saved.held(plan.activations),
+                saved=work.saved,
             ),
         )

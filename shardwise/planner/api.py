@@ -48,6 +48,8 @@ def simulate(
             raise PlanError(f"{name} is {value}; use 1 or more.")
     facts, described = _facts(model), load_cluster(cluster)
     chosen = with_precision(load_plan(plan), described, dtype)
+    if described.device.kind == "cpu":
+        chosen = chosen.without_accelerator()
     topology = described.topology
     check(chosen, topology)
     spec = facts.spec(chosen, topology)

@@ -16,11 +16,13 @@ from shardwise.core.cluster import Cluster
 from shardwise.core.layout import DTYPE_BYTES, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Work
+from shardwise.cost.engine import Stage
 from shardwise.cost.price import Prices
 from shardwise.cost.simulate import Estimate, simulate
 from shardwise.plan.facts import Facts
 from shardwise.plan.memory import Memory, with_activations
 from shardwise.plan.plan import Plan, Precision, resolve
+from shardwise.plan.presets import PRESETS
 from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, unit_ops
 from shardwise.plan.traffic import step_phases
 from shardwise.planner.alike import SHORT, Alike
@@ -44,10 +46,12 @@ Seconds = defaultdict[str, float]
 """By resource."""
 RANKED = 10
 """Alternatives that are run in full and reported."""
+LEAST_FULL = 3
+"""So many are run in full where only the best is asked for: short models are not exact."""
 TOLERANCE = 0.02
-"""No plan that was not looked at is faster than the winner by more than this share of its step."""
-PATIENCE = 40
-"""So many families without anything better end a search as well; then nothing is proven."""
+"""No family that was not looked at is faster than the winner by more than this share of a step."""
+PATIENCE = 24
+"""So many families without anything better end the walk as well; then nothing is proven."""
 HIDDEN = 0.85
 """The share of all but the busiest resource's work that is taken to be hidden, for the order in
 which families are looked at; nothing else depends on it."""
@@ -115,7 +119,8 @@ class Result:
     """How many plans there were to choose from."""
     num_simulated: int
     proven: bool
-    """Whether no plan can be faster than the best by more than TOLERANCE."""
+    """Whether no family that was not looked at can be faster than the best by more than TOLERANCE.
+    Of families that were, only the likely wirings were simulated."""
 
     @property
     def best(self) -> Candidate | None:
@@ -206,6 +211,18 @@ class _Family:
     likely_s: float
     """A guess that says which to look at first."""
 
+    @property
+    def choices(self) -> tuple[object, ...]:
+        """What it is made of; what depends on each other together."""
+        plan = self.plan
+        return (
+            (plan.params.spread, plan.keep, plan.keep_until),
+            (plan.grads.spread, plan.optim.spread),
+            (plan.params.tier, plan.grads.tier, plan.optim.tier),
+            plan.activations,
+            self.batch,
+        )
+
 
 class _Space:
     """All plans with layers as they are, or with layers in tiles."""
@@ -217,7 +234,7 @@ class _Space:
         self._topology: Topology = request.cluster.topology
         self._prices = Prices(request.cluster)
         self._tile_numel = tile_numel
-        self._works: dict[tuple[int, str], Work] = {}
+        self._works: dict[tuple[int, str, bool], Work] = {}
         self._alike: dict[bool, Alike] = {}
         self._links: dict[tuple[Plan, Phase], Seconds] = {}
         self._memories: dict[tuple[Plan, bool], Memory] = {}
@@ -233,36 +250,35 @@ class _Space:
         self._memories, self._leanest = other._memories, other._leanest
 
     def run(self, count: int, limit: int) -> Result:
-        """Families, the likeliest first, until none can be better."""
+        """Families, the likeliest first, until none can be better; then those beside the best."""
         self._num_plans = 0
-        families = sorted(self._families(limit), key=lambda family: family.likely_s)
+        families = _presets_first(sorted(self._families(limit), key=lambda f: f.likely_s))
         # What the families from each on could reach at best.
         bounds = list(accumulate((family.bound_s for family in reversed(families)), min))[::-1]
-        best: dict[tuple[str, ...], Candidate] = {}
-        fastest, idle, left_s = math.inf, 0, math.inf
+        seen = _Seen()
         for family, bound in zip(families, bounds, strict=True):
             # Behind the winner the table shows what was met on the way.
-            ended = bound >= (1 - TOLERANCE) * fastest or idle >= PATIENCE
-            if ended and (len(best) >= count or bound > 2 * fastest):
-                left_s = bound
+            ended = bound >= (1 - TOLERANCE) * seen.fastest or seen.idle >= PATIENCE
+            if ended and (len(seen.best) >= count or bound > 2 * seen.fastest):
                 break
-            idle += 1
-            for candidate in self._members(family):
-                key = _partitioning(candidate.plan)
-                if key not in best or candidate.step_s < best[key].step_s:
-                    best[key] = candidate
-                if candidate.step_s < (1 - NEAR) * fastest:
-                    idle = 0
-                fastest = min(fastest, candidate.step_s)
-            self._progress(len(self._estimates))
-        found = sorted(best.values(), key=lambda candidate: candidate.step_s)[:count]
-        full = rank([evaluate(self._request, c.plan, c.batch) for c in found])
+            self._look(family, seen)
+        while (beside := next(filter(seen.is_beside, families), None)) is not None:
+            self._look(beside, seen)
+        left_s = min((f.bound_s for f in families if id(f) not in seen.ids), default=math.inf)
+        found = sorted(seen.best.values(), key=lambda candidate: candidate.step_s)
+        found = found[: max(count, LEAST_FULL)]
+        full = rank([evaluate(self._request, c.plan, c.batch) for c in found])[:count]
         # Of the full run: the order came from short models, which are not exact.
         proven = not full or left_s >= (1 - TOLERANCE) * full[0].step_s
         smallest = None
         if not full and self._smallest is not None:
             smallest = evaluate(self._request, *self._smallest[1:])
         return Result(tuple(full), smallest, self._num_plans, len(self._estimates), proven)
+
+    def _look(self, family: _Family, seen: "_Seen") -> None:
+        """Simulates a family."""
+        seen.add(family, self._members(family))
+        self._progress(len(self._estimates))
 
     # --- families -----------------------------------------------------------------------------
 
@@ -339,11 +355,10 @@ class _Space:
         found = self._memories.get(key)
         if found is None:
             found = self._memories[key] = self._model(plan).memory(
-                plan, self._topology, accumulates=accumulates, activations=0
+                plan, self._topology, accumulates=accumulates, saved=None
             )
-        held = self._work(plan, batch).saved.held(plan.activations)
         self._num_plans += 1
-        return with_activations(found, held)
+        return with_activations(found, self._work(plan, batch).saved, plan.activations)
 
     def _estimate(self, plan: Plan, batch: Batch) -> Estimate:
         found = self._estimates.get((plan, batch))
@@ -358,7 +373,7 @@ class _Space:
         return found
 
     def _work(self, plan: Plan, batch: Batch) -> Work:
-        key = (batch.micro, plan.precision.compute or "")
+        key = (batch.micro, plan.precision.compute or "", self._tiles(plan))
         if key not in self._works:
             self._works[key] = self._request.facts.work(
                 batch.micro, self._request.seq, plan, self._topology
@@ -366,12 +381,16 @@ class _Space:
         return self._works[key]
 
     def _model(self, plan: Plan) -> Alike:
-        """The model's units; tiles only exist where parameters travel."""
-        rungs = resolve(plan, self._topology, "")
-        tiled = bool(plan.tiling.numel) and (rungs.params > 0 or plan.params.tier != "device")
+        """The model's units."""
+        tiled = self._tiles(plan)
         if tiled not in self._alike:
             self._alike[tiled] = Alike(self._request.facts.spec(plan, self._topology))
         return self._alike[tiled]
+
+    def _tiles(self, plan: Plan) -> bool:
+        """Whether layers are cut: tiles only exist where parameters travel."""
+        rungs = resolve(plan, self._topology, "")
+        return bool(plan.tiling.numel) and (rungs.params > 0 or plan.params.tier != "device")
 
     # --- the bound ----------------------------------------------------------------------------
 
@@ -457,12 +476,73 @@ class _Space:
         for op in (op for some in ops.values() for op in some):
             for hop in op.hops:
                 seconds[f"link {hop.level}"] += self._hop_seconds(op, hop)
-            if op.moved_bytes:
-                tier = plan.params.tier if op.kind is Kind.FETCH else plan.optim.tier
-                if tier != "device":
-                    stage = self._prices.move(tier, op.moved_bytes, writes=op.kind is Kind.STORE)
-                    seconds[f"tier {tier}"] += stage.seconds
+            for stage in self._moves(plan, op):
+                for resource, _ in stage.needs:
+                    seconds[resource] += stage.seconds
         return seconds
+
+    def _moves(self, plan: Plan, op: Op) -> Iterator[Stage]:
+        """Bytes to and from tiers, as the simulator moves them."""
+        if not op.moved_bytes:
+            return
+        if op.kind is Kind.STEP:
+            states = (plan.optim, plan.grads, plan.params)
+            tier = next((state.tier for state in states if state.tier != "device"), "device")
+            read = written = op.moved_bytes / 2
+        else:
+            tier = plan.grads.tier if op.kind is Kind.STORE else plan.params.tier
+            read = op.moved_bytes if op.kind is Kind.FETCH else 0
+            written = op.moved_bytes - read
+        if tier != "device":
+            yield self._prices.move(tier, read, writes=False)
+            yield self._prices.move(tier, written, writes=True)
+
+
+class _Seen:
+    """The families that were looked at."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self.best: dict[tuple[str, ...], Candidate] = {}
+        """Of each partitioning."""
+        self.fastest = math.inf
+        self.idle = 0
+        """Families since the last one that was faster."""
+        self._centre: _Family | None = None
+
+    def add(self, family: _Family, members: Iterator[Candidate]) -> None:
+        self.ids.add(id(family))
+        self.idle += 1
+        for candidate in members:
+            key, best = _partitioning(candidate.plan), self.best
+            best[key] = rank([candidate, best[key]])[0] if key in best else candidate
+            if candidate.step_s < (1 - NEAR) * self.fastest:
+                self.idle = 0
+            if candidate.step_s < self.fastest:
+                self.fastest, self._centre = candidate.step_s, family
+
+    def is_beside(self, family: _Family) -> bool:
+        """Whether it differs from the fastest in one choice, could be faster, and is new."""
+        if id(family) in self.ids or family.bound_s >= (1 - TOLERANCE) * self.fastest:
+            return False
+        assert self._centre is not None
+        pairs = zip(family.choices, self._centre.choices, strict=True)
+        return sum(mine != its for mine, its in pairs) == 1
+
+
+def _presets_first(families: list[_Family]) -> list[_Family]:
+    """The likeliest family of each preset's spreads leads, so that no search overlooks it."""
+    known = {_spreads(make()) for make in PRESETS.values()}
+    first: dict[tuple[str, ...], _Family] = {}
+    for family in families:
+        if (spreads := _spreads(family.plan)) in known:
+            first.setdefault(spreads, family)
+    leading = {id(family) for family in first.values()}
+    return [*first.values(), *(family for family in families if id(family) not in leading)]
+
+
+def _spreads(plan: Plan) -> tuple[str, ...]:
+    return (plan.params.spread, plan.grads.spread, plan.optim.spread, plan.keep)
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -26,7 +26,7 @@ class Loss(StrEnum):
 PARAM_WIRES = ("", "world=int8", "int8")
 GRAD_WIRES = ("", "int4,node=bf16", "int4,node=int8")
 OPTIM_WIRES = ("", "int4/delta")
-"""The formats that lose little enough, each measured there."""
+"""The formats that lose little enough: each, or one that loses more, was measured there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,11 @@ def test_results_are_kept(tmp_path: Path) -> None:
         write(file, one(plan, 1.0, 2.0))
     assert [each.plan for each in read(file, Comparison)] == ["ddp", "zero3"]
     assert read(file, Comparison)[0].error == -0.5
+    write(file, one("ddp", 1.0, 1.0))  # run again
+    assert [(each.plan, each.error) for each in read(file, Comparison)] == [
+        ("ddp", 0.0),
+        ("zero3", -0.5),
+    ]
 
 
 @pytest.mark.parametrize("grid", ["node=2,world=2", "node=1,world=4"])

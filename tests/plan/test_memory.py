@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
 from shardwise.plan import presets
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.plan import Override, Plan, Precision, StatePlan
@@ -125,6 +126,20 @@ def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
             other.optim,
         )
         assert other.params > one.params
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_that_rest_elsewhere_need_room_there(tier: str) -> None:
+    saved = Saved(
+        total=10**7, root=10**5, checkpoints=10**6, small=10**3, largest_unit=10, largest_input=1
+    )
+    plan = presets.zero3()
+    here, away = (
+        memory(replace(plan, activations=setting), MODEL, GRID, saved=saved)
+        for setting in ("recompute", tier)
+    )
+    assert (getattr(here, tier), getattr(away, tier)) == (0, 10**6 - 10**3)
+    assert away.total < here.total
 
 
 def test_total_is_the_sum() -> None:

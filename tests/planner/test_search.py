@@ -9,15 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise.cli.main import app
-from shardwise.core.cluster import Cluster, Curve, Device, Disk, LinkSpec
+from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
 from shardwise.plan.file import load_plan
+from shardwise.plan.plan import Tiling
 from shardwise.plan.presets import PRESETS
 from shardwise.plan.validate import violations
 from shardwise.planner import space
 from shardwise.planner.advice import advise
-from shardwise.planner.search import TOLERANCE, Request, Search, evaluate, search
+from shardwise.planner.search import TOLERANCE, Request, Search, _Space, evaluate, search
 from shardwise.planner.space import Batch, Loss, batches, mixed, placements, wirings
 from shardwise.planner.units import refine
 from shardwise.train.facts import facts_of
@@ -71,6 +72,37 @@ def test_the_winner_is_the_best_of_all_plans_run_one_by_one(loss, world):
     best = min(one.step_s for one in every if one.fits(asked))
     assert found.best.step_s <= (1 + TOLERANCE) * best * 1.01  # among near ones memory decides
     assert found.best.step_s >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "limits"), [("cuda", "gpt-tiny", (14, 9)), ("cpu", "gpt-small", (700, 400))]
+)
+def test_no_plan_is_faster_than_its_bound(kind, model, limits):
+    host = Host(memory_bytes=1 << 40, bandwidth=1e8, update=Curve.of_rate(1e9))
+    disk = Disk(size_bytes=1 << 40, read=1e8, write=5e7)
+    cluster = replace(slow_cluster(world=2e9), host=host, disk=disk)
+    cluster = replace(cluster, device=replace(cluster.device, kind=kind))
+    asked = request(facts=facts_of(model), cluster=cluster, path="/disk", global_batch=4)
+    space = _Space(asked, tile_numel=0, progress=lambda _: None)
+    families = []
+    for limit in limits:
+        families += space._families(limit << 20)
+    tiers = {family.plan.optim.tier for family in families}
+    assert tiers > {"device"}
+    for family in families[::7]:
+        for plan in wirings(family.plan, cluster.topology, asked.loss):
+            assert evaluate(asked, plan, family.batch).step_s >= family.bound_s * (1 - 1e-9)
+
+
+def test_what_tiles_save_is_known():
+    """A plan whose layers are in tiles does not keep what whole layers would."""
+    asked = request(facts=facts_of("gpt-tiny"), seq=512)
+    space = _Space(asked, tile_numel=1 << 12, progress=lambda _: None)
+    tiling = Tiling(numel=1 << 12)
+    for name in ("ddp", "zero3"):
+        plan = replace(PRESETS[name](), tiling=tiling, precision=asked.precision)
+        expected = asked.facts.work(1, 512, plan, asked.cluster.topology).saved
+        assert space._work(plan, Batch(1, 1)).saved == expected
 
 
 def test_it_is_deterministic_legal_and_fits():
