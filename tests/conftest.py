@@ -8,8 +8,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import signal
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import Workers
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and processes of tests would
 # inherit that; those that are sent one must feel it.

@@ -234,8 +234,8 @@ GROUPS = (
         "step. Activations are kept for 7B and 13B and recomputed for 30B (assumed). Gathers and "
         "reductions are hidden as well as here; the refresh is waited for, and AMSP all-reduces, "
         "as its paper says.",
-        "AMSP's own figures are 9 to 19 % too high, and on 8 GPUs already 11 %: that is compute, of "
-        "which 225 TFLOP/s is the best of the FlashAttention-2 paper. For its baselines in "
+        "AMSP's own figures are 9 to 19 % too high, and on 8 GPUs already 11 %: that is compute, "
+        "of which 225 TFLOP/s is the best of the FlashAttention-2 paper. For its baselines in "
         "DeepSpeed the simulator hides too much, also on 8 GPUs; B2 has other ways.",
         mfu_rows,
     ),
@@ -256,9 +256,9 @@ GROUPS = (
         "",
         "How AMSP scales is right; ZeRO-1 and MiCS in DeepSpeed kept less. In AMSP's engine MiCS's "
         "plans would be 3 to 10 % faster for us, as they have nothing to refresh and their gathers "
-        "in the node are hidden; AMSP measured its own as 1.1 to 1.3 times faster. So the simulator "
-        "does not see the gain of AMSP's planner. Over DeepSpeed's MiCS (the slowest way of B2) "
-        "two of three ratios are within 20 %; over its ZeRO-3 they are far too small.",
+        "in the node are hidden; AMSP measured its own as 1.1 to 1.3 times faster. So the "
+        "simulator does not see the gain of AMSP's planner. Over DeepSpeed's MiCS (the slowest way "
+        "of B2) two of three ratios are within 20 %; over its ZeRO-3 they are far too small.",
         strategy_rows,
     ),
     Group(

@@ -205,7 +205,7 @@ def written(program: list[tuple], scale: float = 1.0) -> Iterator[Instruction]:
     yield Mark("over")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(programs())
 def test_uses_sum_up_to_the_time_that_passed(program: list[tuple]) -> None:
     result = run(written(program), spans=True)
@@ -217,7 +217,7 @@ def test_uses_sum_up_to_the_time_that_passed(program: list[tuple]) -> None:
     assert result.marks["end"] <= everything + 1e-9  # something always runs at full use
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(programs())
 def test_twice_as_slow_takes_twice_as_long(program: list[tuple]) -> None:
     once, twice = run(written(program)), run(written(program, 2.0))

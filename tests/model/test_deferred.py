@@ -240,7 +240,7 @@ STEPS: list[Callable[[list[Tensor], int], None]] = [
     st.sampled_from([1, 6, 12]),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_program_gives_the_values_of_eager(steps, threshold, random) -> None:
     def run() -> list[Tensor]:
         pool = [torch.zeros(3, 4)]

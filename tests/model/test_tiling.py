@@ -36,7 +36,7 @@ def random(*shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=dtype)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(height=st.integers(1, ROWS), bias=st.booleans(), seed=st.integers(0, 99))
 def test_linear_layers(height, bias, seed):
     weight, x = random(ROWS, WIDTH, seed=seed), random(3, 2, WIDTH, seed=seed).requires_grad_()
@@ -56,7 +56,7 @@ def test_linear_layers(height, bias, seed):
         torch.testing.assert_close(own.grad, plain_bias.grad)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(height=st.integers(1, ROWS), padding=st.none() | st.integers(0, ROWS - 1), data=st.data())
 def test_embeddings(height, padding, data):
     ids = torch.tensor(data.draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=9)))

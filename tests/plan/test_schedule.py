@@ -324,7 +324,7 @@ def test_only_synchronising_phases_step(phase: Phase) -> None:
     assert Trigger.STEP not in {event.trigger for event in events}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(NUMELS, st.sampled_from(legal_plans(Topology.parse("node=4,world=2"))))
 def test_hops_conserve_bytes_for_every_legal_plan(numels: list[int], plan: Plan) -> None:
     """A reduction always ends in one place: every rank sends all but its own part."""

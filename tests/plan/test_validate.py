@@ -183,7 +183,7 @@ def test_legal_plans_are_the_chains_of_divisors(levels: str) -> None:
     assert set(resolved) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_plan_without_violations_resolves(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))

@@ -127,7 +127,6 @@ def without_direct():
 
 
 PROPERTY = settings(
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -24,7 +24,7 @@ def batches(**changes: object) -> Batches:
     return Batches(**(options | changes))  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     cut=st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 3), (12, 1), (6, 2)]),
     step=st.integers(0, 10_000),

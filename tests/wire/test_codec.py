@@ -116,7 +116,7 @@ def test_the_kernel_has_the_references_bits(text: str, dtype: torch.dtype) -> No
         assert torch.equal(total[: whole.numel()].nan_to_num(7), sums.nan_to_num(7))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(blocks(), st.sampled_from([*BLOCKED, "int8/32", "int4/32"]))
 def test_the_kernel_has_the_references_bits_for_any_values(values: Tensor, text: str) -> None:
     assert torch.equal(encoded(text, values), expected(Format.parse(text), values))
@@ -131,7 +131,7 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 # Error
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(blocks(), st.sampled_from([*BLOCKED, "int8/32", "int4/32", "int4/64/symmetric"]))
 def test_errors_stay_within_the_bound(values: Tensor, text: str) -> None:
     spec, out = Format.parse(text), travelled(text, values)
