@@ -155,7 +155,7 @@ GROUPS = (
         "One sequence a GPU. Each paper's own space on the device, in our engine (hops by level, "
         "overlap), against what the search finds in all of ours.",
         "On fast networks it buys 0 to 3 % by this simulator, which however hides more than was "
-        "measured there (B2). On 10 Gb it buys 1.5 to 2.5 over ZeRO++'s space, and 4.1 to 5.6 "
+        "measured there (B2). On 10 Gb it buys 1.5 to 2.5 over ZeRO++'s space, and 4.0 to 5.6 "
         "over AMSP's and MiCS's; the latter is mostly few bits, which these two do not allow "
         "themselves. Plans within 1 % are equal for the search; a ratio below 0.99 would be a "
         "plan that it missed.",
