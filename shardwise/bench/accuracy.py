@@ -112,7 +112,9 @@ def compare(
     """Probes, predicts, trains; ``keep`` is a folder for the probed clusters."""
     for nodes, ranks in setup.grids:
         with signals_raised(), Cluster(nodes) as cluster, ExitStack() as ending:
-            job = Job(cluster, "accuracy", sys.executable, ranks_per_node=ranks, number=0)
+            job = Job(
+                cluster, "accuracy", sys.executable, ranks_per_node=ranks, number=0, apart=True
+            )
             ending.callback(job.close)
             folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
             job.wait_until_started()

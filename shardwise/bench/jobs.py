@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,13 +40,40 @@ class _Rank:
         return f"rank {self.hello.rank} on node {self.hello.node}"
 
 
+def processors_of(node: int, num_nodes: int, processors: Collection[int]) -> set[int]:
+    """A node's part of the processors; nodes share where they are more.
+
+    >>> [processors_of(node, 2, range(5)) for node in range(2)]
+    [{0, 1}, {2, 3}]
+    >>> [processors_of(node, 4, range(2)) for node in range(4)]
+    [{0}, {1}, {0}, {1}]
+    """
+    ordered = sorted(processors)
+    each = len(ordered) // num_nodes
+    if each == 0:
+        return {ordered[node % len(ordered)]}
+    return set(ordered[node * each : (node + 1) * each])
+
+
 class Job:
-    """Ranks that wait for messages. Jobs of one cluster live side by side, one busy at a time."""
+    """Ranks that wait for messages. Jobs of one cluster live side by side, one busy at a time.
+
+    ``apart`` gives nodes processors of their own, as far as there are enough. Otherwise ranks of
+    all nodes wander over all processors, and steps vary twice as much from turn to turn.
+    """
 
     def __init__(
-        self, cluster: Cluster, name: str, python: str, *, ranks_per_node: int, number: int
+        self,
+        cluster: Cluster,
+        name: str,
+        python: str,
+        *,
+        ranks_per_node: int,
+        number: int,
+        apart: bool = False,
     ) -> None:
         self.name = name
+        self._apart = apart
         self._cluster = cluster
         self._world = cluster.num_nodes * ranks_per_node
         self._socket_path = cluster.directory / f"{name}.socket"
@@ -126,8 +154,14 @@ class Job:
                    f"--local-addr={address}", "--max-restarts=0",
                    f"--log-dir={cluster.directory / 'elastic'}",
                    "-m", "shardwise.bench.worker", str(self._socket_path), str(node)]  # fmt: skip
+        allowed = os.sched_getaffinity(0)
+        own = processors_of(node, cluster.num_nodes, allowed) if self._apart else allowed
         with self._log(node).open("wb") as log:
-            return cluster.start(node, command, _environment(self._world), log)
+            os.sched_setaffinity(0, own)  # which the agent and its ranks inherit
+            try:
+                return cluster.start(node, command, _environment(self._world), log)
+            finally:
+                os.sched_setaffinity(0, allowed)
 
     def _log(self, node: int) -> Path:
         return self._cluster.directory / f"{self.name}-node{node}.log"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from shardwise.bench import report
 from shardwise.bench.cluster import Cluster, Rate, list_namespaces
-from shardwise.bench.jobs import Job
+from shardwise.bench.jobs import Job, processors_of
 from shardwise.bench.messages import Build, Setting
 from shardwise.bench.run import HEADER_BYTES, ClusterBench, RateResult, Result, Row
 from shardwise.cli.main import app
@@ -69,6 +69,20 @@ def test_a_killed_rank_is_told_in_one_sentence(real_network: None) -> None:
     assert told
     shutil.rmtree(told[1])
     assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+
+
+def test_nodes_apart_have_processors_of_their_own(real_network: None) -> None:
+    allowed = os.sched_getaffinity(0)
+    with Cluster(2) as cluster:
+        job = Job(cluster, "job", sys.executable, ranks_per_node=1, number=0, apart=True)
+        try:
+            job.wait_until_started()
+            found = [os.sched_getaffinity(rank.hello.pid) for rank in job._ranks]
+            assert found == [processors_of(node, 2, allowed) for node in range(2)]
+            assert os.sched_getaffinity(0) == allowed
+            job.leave()
+        finally:
+            job.close()
 
 
 def test_ctrl_c_takes_the_cluster_down(real_network: None) -> None:
