@@ -1,16 +1,20 @@
 """What backward needs of a forward, told without running it."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from shardwise.cli.main import app
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.model.activations import SMALL_BYTES, saved_bytes
 from shardwise.plan import presets
-from shardwise.plan.plan import Plan, Tiling
+from shardwise.plan.file import dump_plan
+from shardwise.plan.plan import Plan, Tiers, Tiling
 from shardwise.train.gpt import GPT, GPTConfig
 
 PLAN = Plan(min_unit_numel=500)
@@ -91,14 +95,20 @@ def test_each_setting_holds_less(setting, share):
     assert saved.held(setting) < saved.total / share
 
 
-def test_explain_follows_the_plans_activations():
-    from shardwise.cli.explain import _activations
+def test_explain_follows_the_plans_activations(tmp_path):
+    def terms(setting: str) -> dict[str, int]:
+        tiers = Tiers(path=str(tmp_path)) if setting == "nvme" else Tiers()
+        plan = replace(presets.zero3(), activations=setting, tiers=tiers)
+        path = tmp_path / f"{setting}.toml"
+        path.write_text(dump_plan(plan))
+        arguments = [str(path), "--levels", "world=2", "--model", "gpt-tiny", "--micro-batch", "4"]
+        result = CliRunner().invoke(app, ["explain", *arguments, "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["memory"]
 
-    held = [
-        _activations("gpt-tiny", replace(PLAN, activations=setting), TWO, 4, 128)
-        for setting in ("keep", "recompute", "nvme")
-    ]
-    assert held[0] > 2 * held[1] > 2 * held[2]
+    kept, recomputed, moved = (terms(setting) for setting in ("keep", "recompute", "nvme"))
+    assert kept["activations"] > 2 * recomputed["activations"] > 2 * moved["activations"]
+    assert kept["nvme"] == recomputed["nvme"] == 0 < moved["nvme"]
 
 
 def test_a_loss_in_tiles_saves_no_logits():
