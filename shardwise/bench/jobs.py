@@ -59,7 +59,7 @@ class Job:
     """Ranks that wait for messages. Jobs of one cluster live side by side, one busy at a time.
 
     ``apart`` gives nodes processors of their own, as far as there are enough. Otherwise ranks of
-    all nodes wander over all processors, and steps vary twice as much from turn to turn.
+    all nodes wander over all processors, and steps vary more from turn to turn.
     """
 
     def __init__(

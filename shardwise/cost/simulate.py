@@ -184,12 +184,6 @@ class _Unit:
             if has_master(self.plan, self.rungs, flat.dtype)
         )  # fmt: skip
 
-    @property
-    def moving_tier(self) -> str | None:
-        """Where an update reads from and writes to; None: all of it is on the device."""
-        states = (self.plan.optim, self.plan.grads, self.plan.params)
-        return next((state.tier for state in states if state.tier != "device"), None)
-
     @cached_property
     def overlaps_outer(self) -> bool:
         return outer_step(self.spec, self.rungs, self.plan) is not None
@@ -434,7 +428,7 @@ class _Steps:
 
     def _stream(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
         """An update whose states rest elsewhere: reads, work and writes at once."""
-        tier, moving = unit.plan.optim.tier, unit.moving_tier
+        tier, moving = unit.plan.optim.tier, unit.plan.moving_tier
         if moving is None:
             return
         name = unit.spec.name
@@ -451,7 +445,7 @@ class _Steps:
 
     def _update_beside(self, unit: _Unit, op: Op, reduction: list[Job]) -> Iterator[Instruction]:
         """The same while backward goes on; states are read before gradients are there."""
-        name, tier = unit.spec.name, unit.moving_tier
+        name, tier = unit.spec.name, unit.plan.moving_tier
         assert tier is not None
         reads, writes = (
             self._prices.move(tier, op.moved_bytes / 2, writes=writes) for writes in (False, True)

@@ -155,6 +155,12 @@ class Plan:
                 )
         return plan
 
+    @property
+    def moving_tier(self) -> str | None:
+        """Where an update reads from and writes to; None: all of it is on the device."""
+        states = (self.optim, self.grads, self.params)
+        return next((state.tier for state in states if state.tier != "device"), None)
+
     def without_accelerator(self) -> "Plan":
         """The same on a machine where the device's memory is the host's: nothing rests apart.
 

@@ -486,8 +486,7 @@ class _Space:
         if not op.moved_bytes:
             return
         if op.kind is Kind.STEP:
-            states = (plan.optim, plan.grads, plan.params)
-            tier = next((state.tier for state in states if state.tier != "device"), "device")
+            tier = plan.moving_tier or "device"
             read = written = op.moved_bytes / 2
         else:
             tier = plan.grads.tier if op.kind is Kind.STORE else plan.params.tier
