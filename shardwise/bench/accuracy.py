@@ -1,7 +1,9 @@
 """How well the planner predicts: plans on an emulated cluster, simulated and then really trained.
 
-At every rate of the slow link the ranks that will train are probed first; the prediction knows
-nothing else. Then the planner's choice and a list of other plans take turns.
+At every rate of the slow link the ranks that will train are probed first, and the planner chooses.
+Then its choice and a list of other plans take turns; those that might be the fastest take more.
+What the probe's own blocks take is measured again between turns: a prediction is made of the probe
+and of that pace, and of nothing else.
 """
 
 import json
@@ -17,10 +19,12 @@ from typing import TypeVar
 from shardwise.bench.cluster import Cluster, Rate, signals_raised
 from shardwise.bench.jobs import Job
 from shardwise.bench.messages import Build, Call, Drop, Measured, Returned, Setting, Turn
+from shardwise.bench.pace import at_pace, block_seconds, probed_seconds
 from shardwise.bench.probe import probe_job
 from shardwise.core import cluster as described
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster
+from shardwise.cost.simulate import Estimate
 from shardwise.plan import presets
 from shardwise.plan.file import dump_plan
 from shardwise.plan.memory import memory
@@ -32,12 +36,15 @@ from shardwise.train.facts import facts_of
 CHOSEN = "auto"
 TURN_S = 4.0
 MOST_STEPS = 5
+FINALISTS = 3
+NEAR = 1.15
+"""Plans that took up to so many times the best one's seconds might be as fast."""
 FIXED = ("zero1", "zero2", "zero3", "fsdp", "hsdp", "zeropp")
 """Strategies that people choose without looking at the cluster."""
 
 
 def plans() -> dict[str, Plan]:
-    """Plans that differ in what they send, and where."""
+    """Plans that differ in what they send, and where; a dozen do even where a node has one rank."""
     zero3, zero1, amsp = presets.zero3(), presets.zero1(), presets.amsp()
     few_bits = StatePlan(spread="world", wire="int4,node=int8")
     return {
@@ -53,6 +60,14 @@ def plans() -> dict[str, Plan]:
         "zero3 keep=node": presets.zero3(keep="node"),
         "zero3 int8 gathers": replace(zero3, params=replace(zero3.params, wire="int8")),
         "zero3 int4 gradients": replace(zero3, grads=few_bits),
+        "zero3 int8, int4": replace(
+            zero3, params=replace(zero3.params, wire="int8"), grads=few_bits
+        ),
+        "zero3 bf16": replace(
+            zero3,
+            params=replace(zero3.params, wire="bf16"),
+            grads=replace(zero3.grads, wire="bf16"),
+        ),
         "OS in the node": replace(zero1, name="os-node", optim=StatePlan(spread="node")),
         "amsp int4 gradients": replace(amsp, grads=replace(amsp.grads, wire="int4,node=bf16")),
     }
@@ -66,14 +81,26 @@ class Comparison:
     rate: str
     plan: str
     predicted_s: float
+    """At the pace of its turns."""
     measured_s: float
+    """The median of its turns."""
     exposed: dict[str, float]
     """What the prediction is made of."""
+    at_probe_s: float
+    """The prediction without that pace: what the planner knew when it chose."""
+    turns: Sequence[tuple[float, float]]
+    """Each turn: seconds of a step, and the pace: how many times as long as in the probe blocks
+    took then."""
 
     @property
     def error(self) -> float:
         """Of the prediction, as a share of what was measured."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def error_at_probe(self) -> float:
+        """Likewise, with the machine's drift since the probe."""
+        return self.at_probe_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,28 +228,37 @@ class _Trial:
         best = search(request).best
         assert best is not None, "a small model fits"
         self.add(CHOSEN, best.plan)
-        predicted = {
-            name: evaluate(request, plan, Batch(1, 1)).estimate
-            for name, (_, plan) in self._plans.items()
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in self._plans}
+        first = {name: self._estimate(request, name).step_s for name in self._plans}
+        turns = _Turns(self._job, probed_seconds(cluster))
         for _ in range(self._setup.rounds):
-            for name, (path, _) in self._plans.items():
-                steps = max(1, min(MOST_STEPS, round(TURN_S / predicted[name].step_s)))
-                seconds[name].append(self._turn(path, steps))
-        for name, estimate in predicted.items():
+            for name in self._plans:
+                turns.take(name, self._turn, first[name])
+        finalists = turns.finalists()
+        for _ in range(2 * self._setup.rounds):
+            for name in finalists:
+                turns.take(name, self._turn, first[name])
+        for name in self._plans:
+            now = replace(request, cluster=at_pace(cluster, turns.pace(name)))
+            estimate = self._estimate(now, name)
             yield Comparison(
                 grid=self.levels,
                 rate="",
                 plan=name,
                 predicted_s=estimate.step_s,
-                measured_s=statistics.median(seconds[name]),
+                measured_s=turns.seconds(name),
                 exposed=estimate.exposed,
+                at_probe_s=first[name],
+                turns=turns.of[name],
             )
 
-    def _turn(self, path: str, steps: int) -> float:
+    def _estimate(self, request: Request, name: str) -> Estimate:
+        return evaluate(request, self._plans[name][1], Batch(1, 1)).estimate
+
+    def _turn(self, name: str, expected_s: float) -> float:
         """Seconds of a step. One plan lives at a time: each of gloo's groups has threads that wake
         a hundred times a second, and those of 15 plans took half of two processors."""
+        path, _ = self._plans[name]
+        steps = max(1, min(MOST_STEPS, round(TURN_S / expected_s)))
         self._job.ask(Build(path, self._setting))
         # The first step records orders and makes states; the second finds new buffers cold, which
         # matters where steps are short.
@@ -231,6 +267,34 @@ class _Trial:
         answers: list[Measured] = self._job.ask(Turn(path, warm_up, steps, drained=False))
         self._job.ask(Drop(path))
         return max(answer.seconds for answer in answers) / steps
+
+
+class _Turns:
+    """The turns of plans on one cluster, and the pace of each."""
+
+    def __init__(self, job: Job, probed_s: float) -> None:
+        self._job, self._probed_s = job, probed_s
+        self._last_s = block_seconds(job)
+        self.of: dict[str, list[tuple[float, float]]] = {}
+
+    def take(self, name: str, turn: Callable[[str, float], float], expected_s: float) -> None:
+        seconds = turn(name, expected_s)
+        before_s, self._last_s = self._last_s, block_seconds(self._job)
+        pace = (before_s + self._last_s) / 2 / self._probed_s
+        self.of.setdefault(name, []).append((seconds, pace))
+
+    def seconds(self, name: str) -> float:
+        return statistics.median(seconds for seconds, _ in self.of[name])
+
+    def pace(self, name: str) -> float:
+        return statistics.median(pace for _, pace in self.of[name])
+
+    def finalists(self) -> list[str]:
+        """The planner's choice and what may be as fast; nobody, where that is nobody else."""
+        others = sorted((name for name in self.of if name != CHOSEN), key=self.seconds)
+        limit = NEAR * self.seconds(CHOSEN)
+        near = [name for name in others[:FINALISTS] if self.seconds(name) <= limit]
+        return [CHOSEN, *near] if near else []
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -242,6 +306,7 @@ class Accuracy:
 
     median_error: float
     worst_error: float
+    median_error_at_probe: float
     rank_correlation: float
     """Spearman's, of all plans on all clusters together."""
     least_correlation: float
@@ -259,6 +324,7 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
     return Accuracy(
         statistics.median(errors),
         max(errors),
+        statistics.median(abs(one.error_at_probe) for one in found),
         _correlation(found),
         min(_correlation(some) for some in clusters.values()),
         {

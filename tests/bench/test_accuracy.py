@@ -30,6 +30,8 @@ def one(plan: str, predicted_s: float, measured_s: float, rate: str = "none") ->
         predicted_s=predicted_s,
         measured_s=measured_s,
         exposed={},
+        at_probe_s=predicted_s,
+        turns=[(measured_s, 1.0)],
     )
 
 

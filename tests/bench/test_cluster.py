@@ -13,6 +13,7 @@ import pytest
 
 from shardwise.bench import cluster as module
 from shardwise.bench.cluster import (
+    CONGESTION_CONTROL,
     INTERFACE,
     Cluster,
     ClusterError,
@@ -108,6 +109,8 @@ def test_nodes_reach_each_other_at_the_given_rate(real_network: None, nodes: int
         shaped = _inside(cluster, 0, "tc", "qdisc", "show", "dev", INTERFACE)
         assert "tbf" in shaped
         assert "rate 16Mbit" in shaped
+        congestion = _inside(cluster, 0, "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
+        assert congestion.strip() == CONGESTION_CONTROL
         answer = _inside(cluster, 0, sys.executable, "-c", _TALK, cluster.address(nodes - 1))
         sent, seconds = map(float, answer.split())
     assert sent == pytest.approx(1_000_000, rel=0.1)  # the kernel's counter
