@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only the tables of what is there")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if unknown := set(args.plans.split(",")) - set(plans()):
+        parser.error(f"no plans: {', '.join(unknown)}; there are {', '.join(plans())}")
     name = "planner-memory.jsonl" if args.memory else "planner.jsonl"
     args.results = args.results or ROOT / "results" / name
     args.results.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def plans() -> dict[str, Plan]:
         "zero3 keep=node": presets.zero3(keep="node"),
         "zero3 int8 gathers": replace(zero3, params=replace(zero3.params, wire="int8")),
         "zero3 int4 gradients": replace(zero3, grads=few_bits),
-        "zero3 int8, int4": replace(
+        "zero3 int8 and int4": replace(
             zero3, params=replace(zero3.params, wire="int8"), grads=few_bits
         ),
         "zero3 bf16": replace(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.bench import accuracy as module
 from shardwise.bench.accuracy import (
     CHOSEN,
     Comparison,
@@ -18,7 +19,9 @@ from shardwise.bench.accuracy import (
     write,
 )
 from shardwise.bench.cluster import Rate
+from shardwise.bench.pace import at_pace, probed_seconds
 from shardwise.core.topology import Topology
+from shardwise.cost.file import load_cluster
 from shardwise.plan.validate import violations
 
 
@@ -64,6 +67,52 @@ def test_results_are_kept(tmp_path: Path) -> None:
         ("ddp", 0.0),
         ("zero3", -0.5),
     ]
+
+
+def test_a_turn_knows_the_pace_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = iter([0.5, 0.7, 0.4, 0.4])
+    monkeypatch.setattr(module, "block_seconds", lambda _: next(blocks))
+    turns = module._Turns(None, probed_s=0.5)  # type: ignore[arg-type]
+    for seconds in (2.0, 1.0, 1.2):
+        turns.take("zero3", lambda _, expected_s: expected_s, seconds)
+    assert turns.of["zero3"] == [
+        (2.0, pytest.approx(1.2)),
+        (1.0, pytest.approx(1.1)),
+        (1.2, pytest.approx(0.8)),
+    ]
+    assert turns.seconds("zero3") == 1.2
+    assert turns.pace("zero3") == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "finalists"),
+    [
+        ({"a": 1.3, "b": 1.1, "c": 0.8, "d": 1.0, "e": 1.12}, [CHOSEN, "c", "d", "b"]),
+        ({"a": 1.3, "b": 1.1}, [CHOSEN, "b"]),
+        ({"a": 1.3}, []),
+    ],
+)
+def test_who_might_be_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], finalists: list[str]
+) -> None:
+    monkeypatch.setattr(module, "block_seconds", lambda _: 1.0)
+    turns = module._Turns(None, probed_s=1.0)  # type: ignore[arg-type]
+    for name, measured in {CHOSEN: 1.0, **seconds}.items():
+        turns.take(name, lambda _, expected_s: expected_s, measured)
+    assert turns.finalists() == finalists
+
+
+def test_a_cluster_at_another_pace() -> None:
+    cluster = load_cluster("4090-25g")
+    slow = at_pace(cluster, 1.5)
+    assert probed_seconds(slow) == pytest.approx(1.5 * probed_seconds(cluster))
+    assert slow.device.update.seconds(1e6) == pytest.approx(
+        1.5 * cluster.device.update.seconds(1e6)
+    )
+    assert slow.device.code("int4", 10**6) == pytest.approx(
+        1.5 * cluster.device.code("int4", 10**6)
+    )
+    assert slow.levels == cluster.levels  # links keep theirs
 
 
 @pytest.mark.parametrize("grid", ["node=2,world=2", "node=1,world=4"])
