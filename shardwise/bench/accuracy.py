@@ -81,7 +81,7 @@ class Comparison:
     rate: str
     plan: str
     predicted_s: float
-    """At the pace of its turns."""
+    """At the pace of the turns of all plans."""
     measured_s: float
     """The median of its turns."""
     exposed: dict[str, float]
@@ -237,8 +237,8 @@ class _Trial:
         for _ in range(2 * self._setup.rounds):
             for name in finalists:
                 turns.take(name, self._turn, first[name])
+        now = replace(request, cluster=at_pace(cluster, turns.pace))
         for name in self._plans:
-            now = replace(request, cluster=at_pace(cluster, turns.pace(name)))
             estimate = self._estimate(now, name)
             yield Comparison(
                 grid=self.levels,
@@ -286,8 +286,10 @@ class _Turns:
     def seconds(self, name: str) -> float:
         return statistics.median(seconds for seconds, _ in self.of[name])
 
-    def pace(self, name: str) -> float:
-        return statistics.median(pace for _, pace in self.of[name])
+    @property
+    def pace(self) -> float:
+        """Of all turns: a single one's varies more than what it is to correct."""
+        return statistics.median(pace for turns in self.of.values() for _, pace in turns)
 
     def finalists(self) -> list[str]:
         """The planner's choice and what may be as fast; nobody, where that is nobody else."""
@@ -312,7 +314,7 @@ class Accuracy:
     least_correlation: float
     """The least of a single cluster's. Where plans take about the same time, it is noise."""
     regrets: dict[tuple[str, str], float]
-    """By cluster: measured time of the chosen plan over the best measured one's."""
+    """By cluster: measured time of the chosen plan over the fastest one's."""
 
 
 def summarise(found: Sequence[Comparison]) -> Accuracy:
@@ -327,12 +329,23 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
         statistics.median(abs(one.error_at_probe) for one in found),
         _correlation(found),
         min(_correlation(some) for some in clusters.values()),
-        {
-            key: next(one.measured_s for one in some if one.plan == CHOSEN)
-            / min(one.measured_s for one in some)
-            for key, some in clusters.items()
-        },
+        {key: _regret(some) for key, some in clusters.items()},
     )
+
+
+def _regret(found: Sequence[Comparison]) -> float:
+    """Of the finals, turn by turn: who is fastest of many in few turns was also lucky in them."""
+    rounds = min(len(one.turns) for one in found)
+    finals = {one.plan: one.turns[rounds:] for one in found if len(one.turns) > rounds}
+    finals = finals or {one.plan: one.turns for one in found}
+    chosen = finals.pop(CHOSEN)
+    ratios = [
+        statistics.median(
+            ours / theirs for (ours, _), (theirs, _) in zip(chosen, turns, strict=True)
+        )
+        for turns in finals.values()
+    ]
+    return max([1.0, *ratios])
 
 
 Recorded = TypeVar("Recorded", Comparison, Footprint)
