@@ -57,7 +57,7 @@ def test_the_figures() -> None:
 
 
 def test_regret_is_measured_in_the_finals() -> None:
-    lucky, fast, chosen = one("zero1", 1.0, 0.7), one("ddp", 1.0, 1.0), one(CHOSEN, 1.0, 1.1)
+    lucky, fast, chosen = one("zero1", 0.8, 0.7), one("ddp", 1.0, 1.0), one(CHOSEN, 0.9, 1.1)
     fast = replace(fast, turns=[(0.9, 1.0), (1.0, 1.0), (1.5, 1.0), (1.1, 1.0)])
     chosen = replace(chosen, turns=[(1.2, 1.0), (1.1, 1.0), (1.5, 1.0), (1.32, 1.0)])
     (regret,) = summarise([lucky, fast, chosen]).regrets.values()
