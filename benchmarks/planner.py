@@ -1,6 +1,6 @@
 """How well the planner predicts and chooses, against training on an emulated cluster; needs root.
 
-    python benchmarks/planner.py                        # an hour: two grids, four rates
+    python benchmarks/planner.py                        # two hours: two grids, four rates
     python benchmarks/planner.py --grids 2x2 --rates 200mbit --rounds 1
     python benchmarks/planner.py --memory               # peak memory instead of time
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rates", default="none,1gbit,200mbit,50mbit")
     parser.add_argument("--model", help="default: gpt-mini; for memory gpt-small")
     parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--plans", default=",".join(plans()))
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--results", type=Path, help="default: results/planner*.jsonl")
@@ -110,8 +110,9 @@ def _print(found: list[Comparison]) -> None:
         console.print(table)
     accuracy = summarise(found)
     console.print(
-        f"median error {accuracy.median_error:.1%} ({accuracy.median_error_at_probe:.1%} with the "
-        f"machine's drift since the probe), worst {accuracy.worst_error:.1%}, "
+        f"median error {accuracy.median_error:.1%}, worst {accuracy.worst_error:.1%} (with the "
+        f"machine's drift since the probe {accuracy.median_error_at_probe:.1%} and "
+        f"{accuracy.worst_error_at_probe:.1%}), "
         f"rank correlation {accuracy.rank_correlation:.3f} of all together, of a single cluster at "
         f"least {accuracy.least_correlation:.3f}"
     )

@@ -51,6 +51,10 @@ def test_the_figures() -> None:
     accuracy = summarise(found)
     assert accuracy.worst_error == pytest.approx(0.2)
     assert accuracy.median_error == pytest.approx((0.1 + 0.05 / 1.05) / 2)
+    drifted = summarise([replace(each, at_probe_s=1.3 * each.measured_s) for each in found])
+    assert drifted.worst_error == accuracy.worst_error
+    assert drifted.median_error_at_probe == pytest.approx(0.3)
+    assert drifted.worst_error_at_probe == pytest.approx(0.3)
     assert accuracy.least_correlation < 0.2 < 0.7 < accuracy.rank_correlation
     regrets = {rate: regret for (_, rate), regret in accuracy.regrets.items()}
     assert regrets == {"none": pytest.approx(1.05), "50mbit": pytest.approx(1)}
