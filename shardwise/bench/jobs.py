@@ -27,6 +27,7 @@ START_LIMIT_S = 180.0
 """How long ranks may take to start Python and find each other."""
 _GRACE_S = 5.0
 _FIRST_PORT = 29400
+_ERROR = re.compile(r"^\w*Error: .*$", re.MULTILINE)
 _EXIT_CODE = re.compile(r"exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
@@ -94,8 +95,9 @@ class Job:
             try:
                 accepted, _ = self._listener.accept()
             except TimeoutError:
-                if any(agent.poll() is not None for agent in self._agents):
-                    self._fail("torchrun ended before its ranks started")
+                for node, agent in enumerate(self._agents):
+                    if agent.poll() is not None:
+                        self._fail(f"torchrun ended before its ranks started{self._cause(node)}")
                 if time.monotonic() > give_up_at:
                     self._fail(f"the ranks did not start within {START_LIMIT_S:.0f} s")
                 continue
@@ -165,6 +167,11 @@ class Job:
 
     def _log(self, node: int) -> Path:
         return self._cluster.directory / f"{self.name}-node{node}.log"
+
+    def _cause(self, node: int) -> str:
+        """The first error of a node's log: those after it are torchrun's, about the first."""
+        error = _ERROR.search(self._log(node).read_text(errors="replace"))
+        return f": {error.group()}" if error else ""
 
     def _check(self, answers: dict[int, Any]) -> None:
         """Raises the failure that came first: what others say is usually its consequence."""

@@ -56,7 +56,8 @@ def cluster(
         ),
     ] = False,
     deepspeed_python: Annotated[
-        str, typer.Option(help="Interpreter of the environment that has deepspeed and torch.")
+        str,
+        typer.Option(help="Interpreter whose environment has deepspeed and what shardwise needs."),
     ] = sys.executable,
     out: Annotated[
         Path | None, typer.Option(help="Directory for the result as JSON and a chart.")

@@ -71,6 +71,23 @@ def test_a_killed_rank_is_told_in_one_sentence(real_network: None) -> None:
     assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
 
 
+def test_an_environment_that_lacks_something_is_told(real_network: None, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ImportError: no x\nChildFailedError: one" >&2; exit 1\n')
+    python.chmod(0o755)
+    with Cluster(2) as cluster:
+        job = Job(cluster, "job", str(python), ranks_per_node=1, number=0)
+        with pytest.raises(WorkerError) as failure:
+            job.wait_until_started()
+        job.close()
+    told = re.fullmatch(
+        r"torchrun ended before its ranks started: ImportError: no x \(logs in (.*)\)",
+        str(failure.value),
+    )
+    assert told
+    shutil.rmtree(told[1])
+
+
 def test_nodes_apart_have_processors_of_their_own(real_network: None) -> None:
     allowed = os.sched_getaffinity(0)
     with Cluster(2) as cluster:
