@@ -167,7 +167,7 @@ def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path
                 c.step_s,
                 c is best,
             )
-            for c in advice.front
+            for c in [best, *(c for c in advice.front if c is not best)]
         ]
         title = f"{advice.request.facts.name} on {advice.request.cluster.name}"
         write_chart(chart, draw_front(points, title, advice.request.limit))
@@ -235,6 +235,8 @@ def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
 def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
     from rich.console import Console
 
+    from shardwise.planner.search import NEAR
+
     console = Console(highlight=False)
     if console.width < WIDTH and not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
@@ -252,7 +254,11 @@ def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
         return
     rows = [advice.best] if advice.best is not advice.result.best else []
     table = _plans_table(advice, [*rows, *advice.result.ranked])
-    console.print("[bold]The fastest that fit[/bold]", table)
+    console.print(
+        f"[bold]The fastest that fit[/bold] (those within {NEAR:.0%} are equal: what loses nothing "
+        "comes first, then what needs less memory)",
+        table,
+    )
     console.print("[bold]What the step goes for[/bold]")
     for use, seconds in advice.best.estimate.exposed.items():
         if seconds > 0.001 * advice.best.step_s:

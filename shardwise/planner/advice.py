@@ -1,6 +1,6 @@
 """What a planner says beside the plan: why it wins, what binds, and what more would buy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.core.cluster import Cluster, Curve, LinkSpec
@@ -16,6 +16,7 @@ from shardwise.planner.search import (
     Search,
     evaluate,
     overflows,
+    rank,
 )
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
@@ -68,7 +69,12 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
     tell("choices for single units")
     best = refine(request, result.best)
     tell("what less memory costs")
-    front = _front(request, looking, best)
+    smaller = _with_less_memory(request, looking, best)
+    # No search sees all plans: what was found for less memory may be as fast.
+    chosen = rank([best, *smaller])[0]
+    if chosen is not best:
+        best = refine(request, chosen)
+    front = _front([best, *smaller])
     tell("presets")
     named, left_out = _presets(request, best.batch)
     what_ifs = tuple(_what_ifs(request, looking, best, tell))
@@ -102,8 +108,8 @@ def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict
     return found, left_out
 
 
-def _front(request: Request, looking: Search, best: Candidate) -> tuple[Candidate, ...]:
-    found = [best]
+def _with_less_memory(request: Request, looking: Search, best: Candidate) -> list[Candidate]:
+    found = []
     for share in SHARES:
         # Tiles only where nothing fits otherwise: they make many units, and many plans.
         tiles = best.plan.tiling.numel > 0
@@ -111,8 +117,12 @@ def _front(request: Request, looking: Search, best: Candidate) -> tuple[Candidat
         if less is None:
             break
         found.append(less)
+    return found
+
+
+def _front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     front: list[Candidate] = []
-    for candidate in sorted(found, key=lambda c: (c.step_s, c.estimate.memory.total)):
+    for candidate in sorted(candidates, key=lambda c: (c.step_s, c.estimate.memory.total)):
         if not front or candidate.estimate.memory.total < front[-1].estimate.memory.total:
             front.append(candidate)
     return tuple(front)

@@ -182,6 +182,20 @@ class TestAdvice:
         assert memory == sorted(memory, reverse=True)
         assert [c.step_s for c in front] == sorted(c.step_s for c in front)
 
+    def test_what_is_found_for_less_memory_may_win(self, advice, monkeypatch):
+        class Hasty(Search):
+            """One that overlooks the best plan unless memory is short."""
+
+            def run(self, count=1, *, limit=None, tiles=True):
+                result = super().run(count, limit=limit, tiles=tiles)
+                if limit is not None:
+                    return result
+                estimate = replace(result.best.estimate, step_s=1.005 * result.best.step_s)
+                return replace(result, ranked=(replace(result.best, estimate=estimate),))
+
+        monkeypatch.setattr("shardwise.planner.advice.Search", Hasty)
+        assert advise(request()).best == advice.best
+
     def test_what_more_bandwidth_buys_where_it_binds(self):
         advice = advise(request(cluster=slow_cluster(world=0.005e9), loss=Loss.NONE))
         gains = {what_if.change: what_if.speed_up for what_if in advice.what_ifs}
