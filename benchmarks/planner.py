@@ -110,9 +110,7 @@ def _print(found: list[Comparison]) -> None:
         console.print(table)
     accuracy = summarise(found)
     console.print(
-        f"median error {accuracy.median_error:.1%}, worst {accuracy.worst_error:.1%} (with the "
-        f"machine's drift since the probe {accuracy.median_error_at_probe:.1%} and "
-        f"{accuracy.worst_error_at_probe:.1%}), "
+        f"median error {accuracy.median_error:.1%}, worst {accuracy.worst_error:.1%}, "
         f"rank correlation {accuracy.rank_correlation:.3f} of all together, of a single cluster at "
         f"least {accuracy.least_correlation:.3f}"
     )

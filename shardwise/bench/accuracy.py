@@ -1,9 +1,8 @@
 """How well the planner predicts: plans on an emulated cluster, simulated and then really trained.
 
 At every rate of the slow link the ranks that will train are probed first, and the planner chooses.
-Then its choice and a list of other plans take turns; those that might be the fastest take more.
-What the probe's own blocks take is measured again between turns: a prediction is made of the probe
-and of that pace, and of nothing else.
+Then its choice and a list of other plans take turns; those that might be the fastest take more. A
+prediction is made of the probe and of nothing else.
 """
 
 import json
@@ -19,12 +18,10 @@ from typing import TypeVar
 from shardwise.bench.cluster import Cluster, Rate, signals_raised
 from shardwise.bench.jobs import Job
 from shardwise.bench.messages import Build, Call, Drop, Measured, Returned, Setting, Turn
-from shardwise.bench.pace import at_pace, block_seconds, probed_seconds
 from shardwise.bench.probe import probe_job
 from shardwise.core import cluster as described
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster
-from shardwise.cost.simulate import Estimate
 from shardwise.plan import presets
 from shardwise.plan.file import dump_plan
 from shardwise.plan.memory import memory
@@ -84,26 +81,17 @@ class Comparison:
     rate: str
     plan: str
     predicted_s: float
-    """At the pace of the turns of all plans."""
     measured_s: float
     """The median of its turns."""
     exposed: dict[str, float]
     """What the prediction is made of."""
-    at_probe_s: float
-    """The prediction without that pace: what the planner knew when it chose."""
-    turns: Sequence[tuple[float, float]]
-    """Each turn: seconds of a step, and the pace: how many times as long as in the probe blocks
-    took then."""
+    turns: Sequence[float]
+    """Seconds of a step, turn by turn; finalists have more."""
 
     @property
     def error(self) -> float:
         """Of the prediction, as a share of what was measured."""
         return self.predicted_s / self.measured_s - 1
-
-    @property
-    def error_at_probe(self) -> float:
-        """Likewise, with the machine's drift since the probe."""
-        return self.at_probe_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,31 +219,28 @@ class _Trial:
         best = search(request).best
         assert best is not None, "a small model fits"
         self.add(CHOSEN, best.plan)
-        first = {name: self._estimate(request, name).step_s for name in self._plans}
-        turns = _Turns(self._job, probed_seconds(cluster))
+        estimates = {
+            name: evaluate(request, plan, Batch(1, 1)).estimate
+            for name, (_, plan) in self._plans.items()
+        }
+        turns: Turns = {name: [] for name in self._plans}
         for _ in range(self._setup.rounds):
             for name in self._plans:
-                turns.take(name, self._turn, first[name])
-        finalists = turns.finalists()
+                turns[name].append(self._turn(name, estimates[name].step_s))
+        finals = finalists(turns)
         for _ in range(2 * self._setup.rounds):
-            for name in finalists:
-                turns.take(name, self._turn, first[name])
-        now = replace(request, cluster=at_pace(cluster, turns.pace))
-        for name in self._plans:
-            estimate = self._estimate(now, name)
+            for name in finals:
+                turns[name].append(self._turn(name, estimates[name].step_s))
+        for name, estimate in estimates.items():
             yield Comparison(
                 grid=self.levels,
                 rate="",
                 plan=name,
                 predicted_s=estimate.step_s,
-                measured_s=turns.seconds(name),
+                measured_s=statistics.median(turns[name]),
                 exposed=estimate.exposed,
-                at_probe_s=first[name],
-                turns=turns.of[name],
+                turns=turns[name],
             )
-
-    def _estimate(self, request: Request, name: str) -> Estimate:
-        return evaluate(request, self._plans[name][1], Batch(1, 1)).estimate
 
     def _turn(self, name: str, expected_s: float) -> float:
         """Seconds of a step. One plan lives at a time: each of gloo's groups has threads that wake
@@ -272,34 +257,17 @@ class _Trial:
         return max(answer.seconds for answer in answers) / steps
 
 
-class _Turns:
-    """The turns of plans on one cluster, and the pace of each."""
+Turns = dict[str, list[float]]
+"""Seconds of a step by plan, turn by turn."""
 
-    def __init__(self, job: Job, probed_s: float) -> None:
-        self._job, self._probed_s = job, probed_s
-        self._last_s = block_seconds(job)
-        self.of: dict[str, list[tuple[float, float]]] = {}
 
-    def take(self, name: str, turn: Callable[[str, float], float], expected_s: float) -> None:
-        seconds = turn(name, expected_s)
-        before_s, self._last_s = self._last_s, block_seconds(self._job)
-        pace = (before_s + self._last_s) / 2 / self._probed_s
-        self.of.setdefault(name, []).append((seconds, pace))
-
-    def seconds(self, name: str) -> float:
-        return statistics.median(seconds for seconds, _ in self.of[name])
-
-    @property
-    def pace(self) -> float:
-        """Of all turns: a single one's varies more than what it is to correct."""
-        return statistics.median(pace for turns in self.of.values() for _, pace in turns)
-
-    def finalists(self) -> list[str]:
-        """The planner's choice and what may be as fast; nobody, where that is nobody else."""
-        others = sorted((name for name in self.of if name != CHOSEN), key=self.seconds)
-        limit = NEAR * self.seconds(CHOSEN)
-        near = [name for name in others[:FINALISTS] if self.seconds(name) <= limit]
-        return [CHOSEN, *near] if near else []
+def finalists(turns: Turns) -> list[str]:
+    """The planner's choice and what may be as fast; nobody, where that is nobody else."""
+    medians = {name: statistics.median(seconds) for name, seconds in turns.items()}
+    limit = NEAR * medians.pop(CHOSEN)
+    fastest = sorted(medians, key=lambda name: medians[name])[:FINALISTS]
+    near = [name for name in fastest if medians[name] <= limit]
+    return [CHOSEN, *near] if near else []
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -311,8 +279,6 @@ class Accuracy:
 
     median_error: float
     worst_error: float
-    median_error_at_probe: float
-    worst_error_at_probe: float
     rank_correlation: float
     """Spearman's, of all plans on all clusters together."""
     least_correlation: float
@@ -324,15 +290,12 @@ class Accuracy:
 def summarise(found: Sequence[Comparison]) -> Accuracy:
     """The figures that the planner is judged by."""
     errors = [abs(one.error) for one in found]
-    at_probe = [abs(one.error_at_probe) for one in found]
     clusters = {(one.grid, one.rate): [] for one in found}  # type: dict[tuple[str, str], list[Comparison]]
     for one in found:
         clusters[one.grid, one.rate].append(one)
     return Accuracy(
         statistics.median(errors),
         max(errors),
-        statistics.median(at_probe),
-        max(at_probe),
         _correlation(found),
         min(_correlation(some) for some in clusters.values()),
         {key: _regret(some) for key, some in clusters.items()},
@@ -346,9 +309,7 @@ def _regret(found: Sequence[Comparison]) -> float:
     finals = finals or {one.plan: one.turns for one in found}
     chosen = finals.pop(CHOSEN)
     ratios = [
-        statistics.median(
-            ours / theirs for (ours, _), (theirs, _) in zip(chosen, turns, strict=True)
-        )
+        statistics.median(ours / theirs for ours, theirs in zip(chosen, turns, strict=True))
         for turns in finals.values()
     ]
     return max([1.0, *ratios])

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.bench import accuracy as module
 from shardwise.bench.accuracy import (
     CHOSEN,
     Comparison,
     Footprint,
     Setup,
     compare,
+    finalists,
     footprints,
     plans,
     read,
@@ -20,9 +20,7 @@ from shardwise.bench.accuracy import (
     write,
 )
 from shardwise.bench.cluster import Rate
-from shardwise.bench.pace import at_pace, probed_seconds
 from shardwise.core.topology import Topology
-from shardwise.cost.file import load_cluster
 from shardwise.plan.validate import violations
 
 
@@ -34,8 +32,7 @@ def one(plan: str, predicted_s: float, measured_s: float, rate: str = "none") ->
         predicted_s=predicted_s,
         measured_s=measured_s,
         exposed={},
-        at_probe_s=predicted_s,
-        turns=[(measured_s, 1.0)],
+        turns=[measured_s],
     )
 
 
@@ -51,10 +48,6 @@ def test_the_figures() -> None:
     accuracy = summarise(found)
     assert accuracy.worst_error == pytest.approx(0.2)
     assert accuracy.median_error == pytest.approx((0.1 + 0.05 / 1.05) / 2)
-    drifted = summarise([replace(each, at_probe_s=1.3 * each.measured_s) for each in found])
-    assert drifted.worst_error == accuracy.worst_error
-    assert drifted.median_error_at_probe == pytest.approx(0.3)
-    assert drifted.worst_error_at_probe == pytest.approx(0.3)
     assert accuracy.least_correlation < 0.2 < 0.7 < accuracy.rank_correlation
     regrets = {rate: regret for (_, rate), regret in accuracy.regrets.items()}
     assert regrets == {"none": pytest.approx(1.05), "50mbit": pytest.approx(1)}
@@ -62,11 +55,11 @@ def test_the_figures() -> None:
 
 def test_regret_is_measured_in_the_finals() -> None:
     lucky, fast, chosen = one("zero1", 0.8, 0.7), one("ddp", 1.0, 1.0), one(CHOSEN, 0.9, 1.1)
-    fast = replace(fast, turns=[(0.9, 1.0), (1.0, 1.0), (1.5, 1.0), (1.1, 1.0)])
-    chosen = replace(chosen, turns=[(1.2, 1.0), (1.1, 1.0), (1.5, 1.0), (1.32, 1.0)])
+    fast = replace(fast, turns=[0.9, 1.0, 1.5, 1.1])
+    chosen = replace(chosen, turns=[1.2, 1.1, 1.5, 1.32])
     (regret,) = summarise([lucky, fast, chosen]).regrets.values()
     assert regret == pytest.approx(1.1)
-    (regret,) = summarise([lucky, replace(chosen, turns=[(0.6, 1.0)])]).regrets.values()
+    (regret,) = summarise([lucky, replace(chosen, turns=[0.6])]).regrets.values()
     assert regret == 1.0
 
 
@@ -84,50 +77,17 @@ def test_results_are_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_a_turn_knows_the_pace_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = iter([0.5, 0.7, 0.4, 0.4])
-    monkeypatch.setattr(module, "block_seconds", lambda _: next(blocks))
-    turns = module._Turns(None, probed_s=0.5)  # type: ignore[arg-type]
-    for seconds in (2.0, 1.0, 1.2):
-        turns.take("zero3", lambda _, expected_s: expected_s, seconds)
-    assert turns.of["zero3"] == [
-        (2.0, pytest.approx(1.2)),
-        (1.0, pytest.approx(1.1)),
-        (1.2, pytest.approx(0.8)),
-    ]
-    assert turns.seconds("zero3") == 1.2
-    assert turns.pace == pytest.approx(1.1)
-
-
 @pytest.mark.parametrize(
-    ("seconds", "finalists"),
+    ("seconds", "expected"),
     [
         ({"a": 1.3, "b": 1.1, "c": 0.8, "d": 1.0, "e": 1.12}, [CHOSEN, "c", "d", "b"]),
         ({"a": 1.3, "b": 1.1}, [CHOSEN, "b"]),
         ({"a": 1.3}, []),
     ],
 )
-def test_who_might_be_the_fastest(
-    monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], finalists: list[str]
-) -> None:
-    monkeypatch.setattr(module, "block_seconds", lambda _: 1.0)
-    turns = module._Turns(None, probed_s=1.0)  # type: ignore[arg-type]
-    for name, measured in {CHOSEN: 1.0, **seconds}.items():
-        turns.take(name, lambda _, expected_s: expected_s, measured)
-    assert turns.finalists() == finalists
-
-
-def test_a_cluster_at_another_pace() -> None:
-    cluster = load_cluster("4090-25g")
-    slow = at_pace(cluster, 1.5)
-    assert probed_seconds(slow) == pytest.approx(1.5 * probed_seconds(cluster))
-    assert slow.device.update.seconds(1e6) == pytest.approx(
-        1.5 * cluster.device.update.seconds(1e6)
-    )
-    assert slow.device.code("int4", 10**6) == pytest.approx(
-        1.5 * cluster.device.code("int4", 10**6)
-    )
-    assert slow.levels == cluster.levels  # links keep theirs
+def test_who_might_be_the_fastest(seconds: dict[str, float], expected: list[str]) -> None:
+    turns = {name: [9.0, measured, 0.1] for name, measured in {CHOSEN: 1.0, **seconds}.items()}
+    assert finalists(turns) == expected
 
 
 @pytest.mark.parametrize("grid", ["node=2,world=2", "node=1,world=4"])
