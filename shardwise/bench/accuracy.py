@@ -127,7 +127,7 @@ class Setup:
 def compare(
     setup: Setup, tell: Callable[[str], None], keep: Path | None = None
 ) -> Iterator[Comparison]:
-    """Probes, predicts, trains; ``keep`` is a folder for the probed clusters."""
+    """Probes, predicts, trains; ``keep`` is a folder for probed clusters and chosen plans."""
     for nodes, ranks in setup.grids:
         with signals_raised(), Cluster(nodes) as cluster, ExitStack() as ending:
             job = Job(
@@ -143,9 +143,11 @@ def compare(
                 cluster.shape(rate)
                 tell(f"{nodes} x {ranks}, {rate}: probing")
                 found = probe_job(job, levels=tried.levels, quick=setup.quick)
+                chosen = tried.choose(found)
                 if keep is not None:
-                    path = keep / f"{nodes}x{ranks}-{rate}.toml"
-                    path.write_text(dump_cluster(found), encoding="utf-8")
+                    name = f"{nodes}x{ranks}-{rate}"
+                    (keep / f"{name}.toml").write_text(dump_cluster(found), encoding="utf-8")
+                    (keep / f"{name}-{CHOSEN}.toml").write_text(dump_plan(chosen), encoding="utf-8")
                 for one in tried.at_rate(found):
                     tell(
                         f"{nodes} x {ranks}, {rate}: {one.plan} predicted {one.predicted_s:.2f}, "
@@ -209,16 +211,21 @@ class _Trial:
         path.write_text(dump_plan(plan), encoding="utf-8")
         self._plans[name] = (str(path), plan)
 
-    def at_rate(self, cluster: described.Cluster) -> Iterator[Comparison]:
-        request = Request(
-            facts=self._facts,
-            cluster=cluster,
-            global_batch=cluster.world,
-            seq=self._setup.seq,
-        )
-        best = search(request).best
+    def choose(self, cluster: described.Cluster) -> Plan:
+        """What the planner would take; it takes part as well."""
+        best = search(self._request(cluster)).best
         assert best is not None, "a small model fits"
         self.add(CHOSEN, best.plan)
+        return best.plan
+
+    def _request(self, cluster: described.Cluster) -> Request:
+        return Request(
+            facts=self._facts, cluster=cluster, global_batch=cluster.world, seq=self._setup.seq
+        )
+
+    def at_rate(self, cluster: described.Cluster) -> Iterator[Comparison]:
+        """Predictions, and turns."""
+        request = self._request(cluster)
         estimates = {
             name: evaluate(request, plan, Batch(1, 1)).estimate
             for name, (_, plan) in self._plans.items()

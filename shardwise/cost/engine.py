@@ -1,12 +1,12 @@
 """A discrete-event engine: one program, lanes beside it, and resources that they share.
 
 The program (what a rank's main thread does) computes, submits jobs to lanes and waits for them. A
-lane runs its jobs in order, stage by stage. A stage takes its seconds while it is alone; stages
-that run at once and together ask for more than there is of a resource all slow down alike. What a
-stage reserves of a resource it has to itself, and the others share the rest.
+lane runs its jobs in order, stage by stage. A stage takes its seconds while it is alone. Stages
+that run at once and together ask for more than there is of a resource share it as threads share a
+processor: who asks for little gets it, the others get equal parts of the rest. What a stage
+reserves of a resource it has to itself before all that.
 """
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,8 @@ class Stage:
     """What the time is for, in the words of ``Estimate.exposed``."""
     seconds: float
     needs: tuple[tuple[str, float], ...] = ()
-    """Resources and the share of each that it takes at full speed."""
+    """Resources and the share of each that it takes at full speed. Whoever gets less of the first
+    one asks for less of the next: messages on a crowded link keep no processor busy."""
     reserves: tuple[tuple[str, float], ...] = ()
     """Shares that nobody else gets while it runs."""
 
@@ -185,25 +186,10 @@ class _Engine:
                 self._begin(lane)
 
     def _pass_time(self) -> None:
-        """Until the first of the running stages is over. Plain loops: most of a search is here."""
+        """Until the first of the running stages is over."""
         running = list(self._running.values())
-        loads: dict[str, float] = {}
-        free: dict[str, float] = {}
-        for one in running:
-            for resource, share in one.stage.needs:
-                loads[resource] = loads.get(resource, 0.0) + share
-            for resource, share in one.stage.reserves:
-                free[resource] = max(LEAST_FREE, free.get(resource, 1.0) - share)
-        for resource, share in free.items():
-            if resource in loads:
-                loads[resource] /= share
-        step = math.inf
-        for one in running:
-            load = 1.0
-            for resource, _ in one.stage.needs:
-                load = max(load, loads[resource])
-            one.speed = 1.0 / load
-            step = min(step, one.left * load)
+        _share_resources(running)
+        step = min(one.left / one.speed for one in running)
         self._now += step
         self._account(step)
         for one in running:
@@ -236,3 +222,39 @@ class _Engine:
         if one.job is not None:
             self._stage_of[one.track] += 1
             self._begin(one.track)
+
+
+def _share_resources(running: list[_Running]) -> None:
+    """Sets the speed of every stage. Plain loops: most of a search is here."""
+    first: dict[str, list[tuple[_Running, float]]] = {}
+    others: dict[str, list[tuple[_Running, float]]] = {}
+    free: dict[str, float] = {}
+    for one in running:
+        one.speed = 1.0
+        group = first
+        for resource, share in one.stage.needs:
+            group.setdefault(resource, []).append((one, share))
+            group = others
+        for resource, share in one.stage.reserves:
+            free[resource] = max(LEAST_FREE, free.get(resource, 1.0) - share)
+    for resource, asking in others.items():
+        asking += first.pop(resource, ())
+    for group in (first, others):
+        for resource, asking in group.items():
+            _share(asking, free.get(resource, 1.0))
+
+
+def _share(asking: list[tuple[_Running, float]], free: float) -> None:
+    """Slows those down that ask for more than an equal part of what is free."""
+    demands = sorted(share * one.speed for one, share in asking)
+    if sum(demands) <= free:
+        return
+    most = free
+    for left, demand in zip(range(len(demands), 0, -1), demands, strict=True):
+        most = free / left
+        if demand > most:
+            break
+        free -= demand
+    for one, share in asking:
+        if share * one.speed > most:
+            one.speed = most / share

@@ -11,7 +11,7 @@ as many latencies as ranks, whose bytes cross every level. ``Habits.flat`` price
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from shardwise.core.cluster import Cluster, ClusterError, Curve, Host, LinkSpec
@@ -130,7 +130,7 @@ class Prices:
         use, format = "reduce", hop.format
         piece = Hop(hop.step, hop.level, hop.size, hop.sent_bytes // chunks, format)
         travel = self.hop(use, piece, reduces=format is None, direct=format is not None)
-        travel = Stage(use, travel.seconds * chunks / simulated, travel.needs)
+        travel = replace(travel, seconds=travel.seconds * chunks / simulated)
         if format is None:
             return [travel]
         part = numel // rungs.ladder.parts[hop.step]

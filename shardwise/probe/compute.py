@@ -1,8 +1,10 @@
 """The passes of transformer blocks: seconds by the operations of their matrix products."""
 
 import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,7 +64,11 @@ class Passes:
 def measure_passes(
     clock: Clock, scope: Scope, dtype: str, device: torch.device
 ) -> tuple[Curve, Curve]:
-    """Forward and backward; larger blocks are left out where they would take too long."""
+    """Forward and backward; larger blocks are left out where they would take too long.
+
+    A machine that others share changes its pace within seconds, so that this should be done more
+    than once, with other things between; see ``median_curve``.
+    """
     forward: Points = []
     backward: Points = []
     for shape in scope.blocks:
@@ -75,6 +81,16 @@ def measure_passes(
         forward.append((shape.flops, seconds[0] / passes.num_blocks))
         backward.append((2 * shape.flops, seconds[1] / passes.num_blocks))
     return curve(forward), curve(backward)
+
+
+def median_curve(visits: Sequence[Curve]) -> Curve:
+    """Of the same curve measured several times: each point's median, of points that all have.
+
+    >>> median_curve([Curve(((1, s), (2, 3.0))) for s in (1.0, 0.2, 1.1)]).points
+    ((1.0, 1.0), (2.0, 3.0))
+    """
+    points = zip(*(visit.points for visit in visits), strict=False)
+    return curve([(same[0][0], statistics.median(s for _, s in same)) for same in points])
 
 
 def _lap(clock: Clock, passes: Passes) -> Lap:

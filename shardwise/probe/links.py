@@ -15,6 +15,7 @@ from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Lane
 from shardwise.comm.link import pieces
 from shardwise.core.cluster import Curve, LinkSpec
+from shardwise.core.ticket import Ticket
 from shardwise.core.topology import Step
 from shardwise.core.wire import Format
 from shardwise.probe.clock import Clock
@@ -24,6 +25,8 @@ from shardwise.wire.codec import make_codec
 _GATHER, _REDUCE = 1, 2
 _ALIGN_BYTES = 64
 _ROUNDS = 3
+_SIDE = {"cpu": 256, "cuda": 4096}
+"""Of the matrices whose products are timed beside hops: one product fills a device."""
 
 Hop = Callable[[], None]
 
@@ -50,7 +53,7 @@ def measure_level(
         size=step.size,
         gather=gather,
         reduce=reduce,
-        busy=_measure_busy(hops, grid, largest, clock, scope),
+        busy=_busy(hops, grid, largest, clock, scope),
         source=grid.link_kinds[step.level],
     )
 
@@ -108,27 +111,63 @@ class _Hops:
         return torch.zeros(numel, device=self._device)
 
 
-def _measure_busy(hops: _Hops, grid: Grid, sent: float, clock: Clock, scope: Scope) -> float:
-    """The share of a host's processors that work while all ranks hop, by the kernel's account.
-
-    It counts what the network costs as well, which no process is charged for. Of GPUs it is not
-    measured (docs/planner.md).
-    """
-    if grid.device.type == "cuda":
-        return 0.0
+def _busy(hops: _Hops, grid: Grid, sent: float, clock: Clock, scope: Scope) -> float:
+    """How much of what computes gathers and reductions take while they run; see LinkSpec.busy."""
     both = (hops.gather(sent), hops.reduce(sent))
-    begin = time.perf_counter()
+    begin = clock.now()
     grid.reduces.submit(lambda _: _repeat(both, 1)).wait()
-    once = clock.slowest([time.perf_counter() - begin])[0]
+    once = clock.slowest([clock.now() - begin])[0]
     count = max(1, round(scope.busy_s / once))
-    shares = []
-    for _ in range(_ROUNDS):
-        clock.slowest([0.0])  # all begin together
-        before, begin = _worked_s(), time.perf_counter()
-        grid.reduces.submit(lambda _: _repeat(both, count)).wait()
-        worked, elapsed = _worked_s() - before, time.perf_counter() - begin
-        shares.append(clock.slowest([worked / elapsed / (os.cpu_count() or 1)])[0])
+
+    def begin_hops() -> Ticket:
+        return grid.reduces.submit(lambda _: _repeat(both, count))
+
+    measure = lost_to_hops if grid.device.type == "cuda" else _kept_busy
+    shares = [measure(begin_hops, grid.device, clock, count * once) for _ in range(_ROUNDS)]
     return round(min(max(statistics.median(shares), 0.0), 1.0), 3)
+
+
+def _kept_busy(
+    begin_hops: Callable[[], Ticket], device: torch.device, clock: Clock, hops_s: float
+) -> float:
+    """Of a host's processors: the share that works while all ranks hop, by the kernel's account.
+
+    It counts what the network costs as well, which no process is charged for.
+    """
+    clock.slowest([0.0])  # all begin together
+    before, begin = _worked_s(), time.perf_counter()
+    begin_hops().wait()
+    worked, elapsed = _worked_s() - before, time.perf_counter() - begin
+    return clock.slowest([worked / elapsed / (os.cpu_count() or 1)])[0]
+
+
+def lost_to_hops(
+    begin_hops: Callable[[], Ticket], device: torch.device, clock: Clock, hops_s: float
+) -> float:
+    """Of a GPU: the share of its speed that products of matrices lose while hops run beside them.
+
+    ``hops_s`` is how long these take alone; the products take half of that.
+    """
+    matrix = torch.randn(_SIDE[device.type], _SIDE[device.type], device=device)
+    product = torch.empty_like(matrix)
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=product)
+        if device.type == "cuda":  # not the whole device: hops are to go on
+            torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter() - begin
+
+    seconds(1)
+    count = max(1, round(hops_s / 2 / clock.slowest([seconds(1)])[0]))
+    alone = seconds(count)
+    clock.slowest([0.0])  # all begin together
+    ticket = begin_hops()
+    beside = seconds(count)
+    ticket.wait()
+    clock.now()
+    return clock.mean([1.0 - alone / beside])[0]
 
 
 def _worked_s() -> float:

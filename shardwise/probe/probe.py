@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
-from shardwise.core.cluster import Cluster, Device, Host, LinkSpec
+from shardwise.core.cluster import Cluster, Curve, Device, Host, LinkSpec
 from shardwise.core.topology import Topology
 from shardwise.core.wire import KINDS
 from shardwise.cost.file import dump_cluster, parse_cluster
 from shardwise.probe.clock import Clock
-from shardwise.probe.compute import measure_passes, measured_dtypes
+from shardwise.probe.compute import measure_passes, measured_dtypes, median_curve
 from shardwise.probe.disk import check_disk, measure_disk
 from shardwise.probe.links import measure_level
 from shardwise.probe.memory import (
@@ -25,6 +25,9 @@ from shardwise.probe.memory import (
 )
 from shardwise.probe.room import device_bytes, find_room
 from shardwise.probe.scope import DTYPES, FULL, QUICK, Scope, check_dtype
+
+VISITS = 3
+"""How often passes are measured: at the beginning, between other things, and at the end."""
 
 Progress = Callable[[int, int, str], None]
 """Told how many measurements are done, of how many, and which one begins."""
@@ -100,17 +103,21 @@ class _Probing:
         self._memory = (
             device_bytes(grid.control, grid.device) if self._on_cuda else self._room.host_bytes
         )
+        self._visits: dict[str, list[tuple[Curve, Curve]]] = {name: [] for name in self._dtypes}
+        """By dtype: the curves of passes, forward and backward, of each visit."""
         self._progress, self._done = progress, 0
         joined = [level for level in grid.place.topology.levels if level.size > 1]
         # Three of each level, copies and the update; on CUDA the host's copies and its update.
         self._total = (
-            3 * len(joined) + len(self._dtypes) + 2 + len(KINDS)
+            3 * len(joined) + VISITS * len(self._dtypes) + 2 + len(KINDS)
             + 2 * self._on_cuda + (path is not None)
         )  # fmt: skip
 
     def run(self) -> Cluster:
         topology, disk = self._grid.place.topology, None
+        self._visit_passes()
         levels = self._measure_levels()
+        self._visit_passes()
         device, host = self._measure_device(), self._measure_host()
         if self._path is not None:
             self._tell(f"the disk at {self._path}")
@@ -143,10 +150,6 @@ class _Probing:
 
     def _measure_device(self) -> Device:
         clock, scope, device = self._clock, self._scope, self._grid.device
-        passes = {}
-        for dtype in self._dtypes:
-            self._tell(f"passes of blocks in {dtype}")
-            passes[dtype] = measure_passes(clock, scope, dtype, device)
         self._tell("copies in memory")
         copy = measure_copy(clock, scope, device, self._memory)
         self._tell("the optimizer's update")
@@ -155,18 +158,30 @@ class _Probing:
         for kind in KINDS:
             self._tell(f"codec {kind}")
             codes[kind] = measure_codec(kind, clock, scope, device, self._memory)
+        self._visit_passes()
         return Device(
             name=device_name(device),
             kind=device.type,
             memory_bytes=self._memory,
-            forward={dtype: curves[0] for dtype, curves in passes.items()},
-            backward={dtype: curves[1] for dtype, curves in passes.items()},
+            forward=self._median_passes(0),
+            backward=self._median_passes(1),
             update=update,
             copy=copy,
             encode={kind: curves[0] for kind, curves in codes.items()},
             decode={kind: curves[1] for kind, curves in codes.items()},
             share=self._share(),
         )
+
+    def _visit_passes(self) -> None:
+        for dtype, visits in self._visits.items():
+            self._tell(f"passes of blocks in {dtype}")
+            visits.append(measure_passes(self._clock, self._scope, dtype, self._grid.device))
+
+    def _median_passes(self, index: int) -> dict[str, Curve]:
+        return {
+            dtype: median_curve([visit[index] for visit in visits])
+            for dtype, visits in self._visits.items()
+        }
 
     def _share(self) -> float:
         """Of a host's processors that compute takes, unless the device has its own."""

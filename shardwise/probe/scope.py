@@ -53,7 +53,7 @@ class Scope:
     """Of one rank."""
     calls: Effort
     passes: Effort
-    """Longer: what is computed in turns on few cores varies much."""
+    """Longer: what is computed in turns on few cores varies much. At each of several visits."""
     hops: Effort
     """Longer batches: what a link or its switches take in one burst must not count for much."""
     patience_s: float
@@ -76,7 +76,7 @@ FULL = Scope(
     coded_numel=(1 << 14, 1 << 18, 1 << 22),
     disk_bytes=256 << 20,
     calls=Effort(repeats=5, batch_s=0.02, point_s=0.6),
-    passes=Effort(repeats=9, batch_s=0.1, point_s=3.0),
+    passes=Effort(repeats=5, batch_s=0.1, point_s=1.5),
     hops=Effort(repeats=5, batch_s=0.15, point_s=2.5),
     patience_s=1.2,
     busy_s=0.5,

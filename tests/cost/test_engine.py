@@ -83,8 +83,32 @@ def test_a_resource_is_only_slow_when_more_is_asked_than_there_is() -> None:
     half, rest = (("cpu", 0.5),), (("cpu", 0.75),)
     a = job("a", 2, needs=half)
     assert play(Submit(a), work(2, needs=half), Wait(a)).marks["end"] == 2
+    # Who asks for no more than an equal part has it; the other one has the rest.
     a = job("a", 2, needs=half)
-    assert play(Submit(a), work(2, needs=rest), Wait(a)).marks["end"] == 2.5
+    result = play(Submit(a), work(2, needs=rest), Mark("worked"), Wait(a))
+    assert result.marks["worked"] == pytest.approx(2 + 2 / 3)
+    assert {span.track: span.end_s for span in result.spans}["a"] == 2
+
+
+def test_those_who_ask_for_much_get_equal_parts_of_what_is_left() -> None:
+    cpu = (("cpu", 1.0),)
+    a, b, c = job("a", 1, needs=(("cpu", 0.2),)), job("b", 1, needs=cpu), job("c", 1, needs=cpu)
+    result = play(Submit(a), Submit(b), Submit(c), Wait(a), Mark("a"), Wait(b), Wait(c))
+    assert result.marks["a"] == 1
+    assert result.marks["end"] == pytest.approx(1 + 2 * 0.6)
+    # Nobody's part is less than an equal one.
+    a, b = job("a", 1, needs=(("cpu", 0.8),)), job("b", 1, needs=cpu)
+    result = play(Submit(a), Submit(b), Wait(a), Mark("a"), Wait(b))
+    assert result.marks["a"] == pytest.approx(1.6)
+    assert result.marks["end"] == pytest.approx(1.8)
+
+
+def test_what_waits_for_a_link_asks_for_less_of_a_processor() -> None:
+    hop = (("link", 1.0), ("cpu", 0.5))
+    a, b = job("a", 1, needs=hop), job("b", 1, needs=hop)
+    result = play(Submit(a), Submit(b), work(2, needs=(("cpu", 1.0),)))
+    # Each has half of the link and so a quarter of the processor, which leaves half of it.
+    assert {span.track: span.end_s for span in result.spans} == {"a": 2, "b": 2, "compute": 3}
 
 
 def test_the_tightest_resource_decides() -> None:

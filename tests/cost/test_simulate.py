@@ -354,7 +354,7 @@ def test_a_flat_reduction_is_a_ring_of_those_that_share_parameters_and_one_of_re
     assert seconds == {"zero3": pytest.approx(11), "hsdp": pytest.approx(3 + 2)}
 
 
-def test_transfers_have_their_part_of_a_gpu_alone() -> None:
+def test_what_transfers_take_from_compute() -> None:
     def ends(busy: float, kind: str) -> dict[str, float]:
         on = cluster("world=4", latency_s=0.0)
         level, device = replace(on.levels[0], busy=busy), replace(on.device, kind=kind)
@@ -368,8 +368,10 @@ def test_transfers_have_their_part_of_a_gpu_alone() -> None:
     assert ends(0.0, "cuda") == {"gather": 1.0, "forward": 1.0}
     # The gather is not slowed; the compute has three quarters of the device until it is over.
     assert ends(0.25, "cuda") == {"gather": 1.0, "forward": 1.25}
-    # Processors of a host are shared by all alike.
-    assert ends(0.25, "cpu") == {"gather": 1.25, "forward": 1.25}
+    # A host's processors are shared: who asks for little gets it, who asks for much gets half.
+    assert ends(0.25, "cpu") == {"gather": 1.0, "forward": 1.25}
+    assert ends(1.0, "cuda")["gather"] == 1.0
+    assert ends(1.0, "cpu") == {"gather": 2.0, "forward": 2.0}
 
 
 def test_a_refresh_that_is_waited_for_hides_behind_nothing() -> None:

@@ -13,6 +13,7 @@ from shardwise.cli.main import run
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.cost.file import dump_cluster, load_cluster, parse_cluster
 from shardwise.probe import room
+from shardwise.probe.probe import VISITS
 from shardwise.probe.scope import FULL, QUICK, Scope
 from tests import harness
 
@@ -88,6 +89,17 @@ class TestProbe:
         for sentence in two.run(refused, dtype="int3"):
             assert sentence.startswith("'int3' is no dtype")
 
+    def test_progress_ends_where_it_said_and_passes_are_visited_again(
+        self, one: harness.Workers
+    ) -> None:
+        ((told, dtypes),) = one.run(told_of)
+        assert [done for done, _, _ in told] == list(range(told[0][1]))
+        for dtype in dtypes:
+            places = [done for done, _, what in told if what.endswith(f"blocks in {dtype}")]
+            assert len(places) == VISITS
+            assert all(b - a >= len(dtypes) for a, b in pairwise(places))
+            assert places[-1] > max(done for done, _, what in told if "codec" in what)
+
     def test_the_users_random_numbers_stay(self, one: harness.Workers) -> None:
         assert one.run(random_numbers) == [True]
 
@@ -108,6 +120,12 @@ def share() -> tuple[int, int, int]:
     return found.host_bytes, found.ranks_on_host, psutil.virtual_memory().total
 
 
+def told_of() -> tuple[list[tuple[int, int, str]], list[str]]:
+    told: list[tuple[int, int, str]] = []
+    cluster = sw.probe(quick=True, progress=lambda *row: told.append(row))
+    return told, list(cluster.device.forward)
+
+
 def refused(**arguments: Any) -> str:
     with pytest.raises(sw.UsageError) as raised:
         sw.probe(quick=True, **arguments)
@@ -120,6 +138,45 @@ def random_numbers() -> bool:
     before = torch.random.get_rng_state()
     sw.probe(quick=True)
     return torch.equal(before, torch.random.get_rng_state())
+
+
+class Slowed:
+    """A device whose products take a millisecond, and others while hops run beside them."""
+
+    def __init__(self, beside_s: float) -> None:
+        self._now, self._running, self._beside_s = 0.0, False, beside_s
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def mm(self, *_: Any, **__: Any) -> None:
+        self._now += self._beside_s if self._running else 1e-3
+
+    def begin_hops(self) -> "Slowed":
+        self._running = True
+        return self
+
+    def wait(self) -> None:
+        self._running = False
+
+
+@pytest.mark.parametrize(("beside_s", "lost"), [(1e-3, 0.0), (1.25e-3, 0.2), (4e-3, 0.75)])
+def test_what_compute_loses_to_hops(
+    monkeypatch: pytest.MonkeyPatch, beside_s: float, lost: float
+) -> None:
+    """As it is measured of GPUs."""
+    import torch
+
+    from shardwise.comm.control import Control
+    from shardwise.probe import links
+    from shardwise.probe.clock import Clock
+
+    slowed, device = Slowed(beside_s), torch.device("cpu")
+    monkeypatch.setattr(links, "time", slowed)
+    monkeypatch.setattr(torch, "mm", slowed.mm)
+    clock = Clock(Control(1, 0, 1.0), device, QUICK)
+    assert links.lost_to_hops(slowed.begin_hops, device, clock, 0.3) == pytest.approx(lost)
+    assert not slowed._running
 
 
 class TestSweep:
