@@ -4,6 +4,7 @@ A speed is either a rate with its source, or a measured curve: a list of [amount
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -95,6 +96,10 @@ class ClusterTable(_Table):
     source: str = ""
 
 
+_POINT = re.compile(r"\[\s+([^\s,\[\]]+),\s+([^\s,\[\]]+),\s+\]")
+"""A pair of numbers as tomli_w writes it, on four lines; people read curves point by point."""
+
+
 def catalogue() -> dict[str, Path]:
     """The clusters that come with shardwise, by name."""
     folder = Path(str(resources.files("shardwise.cost") / "catalogue"))
@@ -150,7 +155,7 @@ def dump_cluster(cluster: Cluster) -> str:
         if name in table:
             table[name][key] = table[name].pop(f"{key}_bytes")
     table["device"]["copies"] = table["device"].pop("copy")
-    return tomli_w.dumps(table)
+    return _POINT.sub(r"[\1, \2]", tomli_w.dumps(table))
 
 
 def _plain(value: Any) -> Any:
