@@ -14,6 +14,7 @@ from shardwise.core.sizes import parse_rate
 
 if TYPE_CHECKING:
     from shardwise.core.cluster import Cluster
+    from shardwise.core.trace import Count
     from shardwise.cost.simulate import Estimate
     from shardwise.plan.facts import Facts
     from shardwise.plan.plan import Plan
@@ -57,7 +58,8 @@ def simulate(
         typer.Option("--flat", help="Price collectives as one ring over all ranks."),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A .svg file for a chart of the range.")
+        Path | None,
+        typer.Option("--output", "-o", help="A .svg or .png file for a chart of the range."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -267,11 +269,31 @@ def _write(
     if trace is not None:
         recorded = Trace()
         recorded.spans = rows[0].estimate.spans
+        recorded.counts = _memory_counts(simulation, rows[0])
         try:
-            recorded.save(trace)
+            recorded.save(trace, predicted=True)
         except OSError as error:
             raise UsageError(f"{trace} cannot be written: {error.strerror}.") from None
     return [path for path in (output, trace) if path is not None]
+
+
+def _memory_counts(simulation: Simulation, row: Row) -> "list[Count]":
+    """What the device holds whenever another unit is computed."""
+    from shardwise.core.trace import Count
+    from shardwise.plan.along import along
+
+    topology, plan = row.case.cluster.topology, row.estimate.plan
+    saved = simulation.facts.work(row.case.micro_batch, simulation.seq, plan, topology).saved
+    moments = along(
+        plan,
+        simulation.facts.spec(plan, topology),
+        topology,
+        saved,
+        accumulates=simulation.accumulate > 1,
+    )
+    held = {moment.name: moment.causes() for moment in moments}
+    spans = [span for span in row.estimate.spans if span.track == "compute"]
+    return [Count("memory", s.begin_s, held[s.name]) for s in spans if s.name in held]
 
 
 def _chart(simulation: Simulation, rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,11 +22,26 @@ class Span:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Amounts at a moment, which stay until the next."""
+
+    name: str
+    at_s: float
+    amounts: Mapping[str, float]
+
+
+PREDICTED = "predicted"
+_PREDICTED_PID = 1_000_000
+"""Beyond all ranks, so that a prediction and what was measured can be one file."""
+
+
 class Trace:
     """Spans of one process; any thread may add some."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.counts: list[Count] = []
         self._lock = threading.Lock()
         self._current: dict[str, tuple[str, float]] = {}
 
@@ -43,31 +58,35 @@ class Trace:
         if name is not None:
             self._current[track] = (name, now)
 
-    def save(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+    def save(self, path: str | os.PathLike[str], *, rank: int = 0, predicted: bool = False) -> None:
         """Writes Chrome's trace format; microseconds from the first span on."""
+        pid, process = (_PREDICTED_PID, PREDICTED) if predicted else (rank, f"rank {rank}")
         for track in list(self._current):
             self.switch(track, None)
         origin = min((span.begin_s for span in self.spans), default=0.0)
         tracks = list(dict.fromkeys(span.track for span in self.spans))
         events: list[dict[str, object]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
         ]
         for index, track in enumerate(tracks):
             name = {"name": track}
             events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": index, "args": name}
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": index, "args": name}
             )
         for span in self.spans:
             events.append(
                 {
                     "ph": "X",
                     "name": span.name,
-                    "pid": rank,
+                    "pid": pid,
                     "tid": tracks.index(span.track),
                     "ts": round((span.begin_s - origin) * 1e6, 1),
                     "dur": round((span.end_s - span.begin_s) * 1e6, 1),
                 }
             )
+        for count in self.counts:
+            at, amounts = round((count.at_s - origin) * 1e6, 1), dict(count.amounts)
+            events.append({"ph": "C", "name": count.name, "pid": pid, "ts": at, "args": amounts})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": events}, file)
 

@@ -28,6 +28,9 @@ DISK_SCRATCH_BYTES = 32 << 20
 """Memory of the disk's threads for what does not begin or end on a page: four blocks of 8 MiB
 (``tier/aio.py``)."""
 
+HOLES = 8
+"""One part of so many of the optimizer states: the holes that malloc leaves between them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -134,10 +137,7 @@ def memory(
     that steps have several micro-batches under ``no_sync``. ``saved`` is what forward saves for
     backward; without it activations do not count.
     """
-    placed = [
-        _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
-        for unit in model.units
-    ]
+    placed = _placed(plan, model, topology)
 
     def resting(tier: str) -> dict[str, int]:
         terms: dict[str, Callable[[_Placed], int]] = {
@@ -165,9 +165,22 @@ def memory(
         + _reductions(placed, accumulates)
         + sum(_residuals(unit) for unit in placed),
         budget=plan.tiers.device_bytes,
-        allowance=_largest_gradient(placed) + optim // 8,
+        allowance=_largest_gradient(placed) + optim // HOLES,
     )
     return found if saved is None else with_activations(found, saved, plan.activations)
+
+
+def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
+    """What is kept of each unit between forward and backward."""
+    root, *inner = _placed(plan, model, topology)
+    return {root.unit.name: 0, **{placed.unit.name: _kept(placed) for placed in inner}}
+
+
+def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[_Placed]:
+    return [
+        _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
+        for unit in model.units
+    ]
 
 
 def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
