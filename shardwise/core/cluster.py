@@ -101,6 +101,37 @@ class LinkSpec:
                 "measured gather and reduce; give one of both, or run shardwise probe."
             )
 
+    def measured(self, sent_bytes: float, size: int, *, reduces: bool) -> float | None:
+        """Seconds of a hop between ``size`` of its members; None: nobody has measured it.
+
+        Curves are of all members. Among fewer of them a hop has fewer latencies.
+        """
+        curve = self.reduce if reduces else self.gather
+        if curve is None:
+            return None
+        return max(self.shortest_s * (size - 1), curve.seconds(sent_bytes) + self._shift_s(size))
+
+    @property
+    def shortest_s(self) -> float:
+        """What one message takes however short it is, by what was measured."""
+        if self.gather is None:
+            return 0.0
+        return self.gather.points[0][1] / max(1, self.size - 1)
+
+    def _shift_s(self, size: int) -> float:
+        return self.shortest_s * (size - self.size)
+
+    def resized(self, size: int) -> "LinkSpec":
+        """The same links between more or fewer members."""
+        if self.gather is None or self.reduce is None or size < 2:
+            return replace(self, size=size)
+        shift, least = self._shift_s(size), self.shortest_s * (size - 1)
+
+        def shifted(curve: Curve) -> Curve:
+            return Curve(tuple((amount, max(least, s + shift)) for amount, s in curve.points))
+
+        return replace(self, size=size, gather=shifted(self.gather), reduce=shifted(self.reduce))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -196,8 +227,13 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share a host and its disks: those of the innermost level."""
-        return self.levels[0].size if len(self.levels) > 1 else self.world
+        """Ranks that share a host and its disks: those up to the level that is called node, or of
+        the innermost one."""
+        if len(self.levels) == 1:
+            return self.world
+        names = [level.name for level in self.levels]
+        inside = names.index("node") if "node" in names[:-1] else 0
+        return prod(level.size for level in self.levels[: inside + 1])
 
     def level(self, name: str) -> LinkSpec:
         return next(level for level in self.levels if level.name == name)
@@ -217,8 +253,12 @@ class Cluster:
             raise ClusterError(f"Cluster '{self.name}' has no level '{name}'; use one of {known}.")
         link, latency = self.level(name), self.level(name).latency_s
         if latency is None:
-            shortest = link.gather.points[0][1] if link.gather is not None else 0.0
-            latency = shortest / max(1, link.size - 1)
+            if link.gather is None:
+                raise ClusterError(
+                    f"Nobody knows the latency of level '{name}' of cluster '{self.name}', which "
+                    "joins one member only; add latency_s."
+                )
+            latency = link.shortest_s
         changed = replace(link, bandwidth=bandwidth, latency_s=latency, gather=None, reduce=None)
         levels = tuple(changed if level.name == name else level for level in self.levels)
         return replace(self, levels=levels)
@@ -230,11 +270,11 @@ class Cluster:
         """
         inner = prod(level.size for level in self.levels[:-1])
         if world >= inner and world % inner == 0:
-            outer = replace(self.levels[-1], size=world // inner)
+            outer = self.levels[-1].resized(world // inner)
             return replace(self, levels=(*self.levels[:-1], outer))
         if len(self.levels) == 2 and 0 < world < inner and inner % world == 0:
             node, outer = self.levels
-            return replace(self, levels=(replace(node, size=world), replace(outer, size=1)))
+            return replace(self, levels=(node.resized(world), outer.resized(1)))
         raise ClusterError(
             f"Cluster '{self.name}' has {inner} ranks in each member of its outermost level, so "
             f"that it cannot have {world} ranks; use a multiple or a divisor of {inner}."

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.core.cluster import Cluster, ClusterError, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.errors import PlanError
@@ -24,7 +24,9 @@ UPDATE_BYTES = 28
 """What AdamW moves in memory for an element: master, two moments and gradient read (16), the first
 three written (12). The copy in the compute dtype has a price of its own."""
 
-Points = list[tuple[float, float]]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Points = list[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]]
 
 
 class _Table(BaseModel):
@@ -37,12 +39,12 @@ class LevelTable(_Table):
     """``[[levels]]``, innermost first."""
 
     name: str
-    size: int
-    bandwidth: float | None = None
-    latency_s: float | None = None
+    size: Annotated[int, Field(ge=1)]
+    bandwidth: Rate | None = None
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     gather: Points | None = None
     reduce: Points | None = None
-    busy: float = 0.0
+    busy: Share | None = None
     source: str = ""
 
 
@@ -50,18 +52,18 @@ class DeviceTable(_Table):
     """``[device]``: rates (``flops``, ``memory_bandwidth``), or measured curves, or both."""
 
     name: str
-    kind: str
+    kind: Literal["cuda", "cpu"]
     memory: int | str
-    flops: dict[str, float] = {}
+    flops: dict[str, Rate] = {}
     """By dtype: operations a second that a transformer's passes reach without communication."""
-    memory_bandwidth: float | None = None
+    memory_bandwidth: Rate | None = None
     forward: dict[str, Points] = {}
     backward: dict[str, Points] = {}
     update: Points | None = None
     copies: Points | None = None
     encode: dict[str, Points] = {}
     decode: dict[str, Points] = {}
-    share: float = 1.0
+    share: Share = 1.0
     source: str = ""
 
 
@@ -69,8 +71,8 @@ class HostTable(_Table):
     """``[host]``."""
 
     memory: int | str
-    bandwidth: float
-    update_rate: float | None = None
+    bandwidth: Rate
+    update_rate: Rate | None = None
     """Elements a second of one rank's AdamW there."""
     update: Points | None = None
     source: str = ""
@@ -80,8 +82,8 @@ class DiskTable(_Table):
     """``[disk]``."""
 
     size: int | str
-    read: float
-    write: float
+    read: Rate
+    write: Rate
     source: str = ""
 
 
@@ -174,7 +176,8 @@ def _plain(value: Any) -> Any:
 def _cluster(table: ClusterTable) -> Cluster:
     levels = tuple(
         LinkSpec(
-            **level.model_dump(exclude={"gather", "reduce"}),
+            **level.model_dump(exclude={"gather", "reduce", "busy"}),
+            busy=_busy(level),
             gather=_curve(level.gather),
             reduce=_curve(level.reduce),
         )
@@ -206,6 +209,15 @@ def _cluster(table: ClusterTable) -> Cluster:
         disk=disk,
         source=table.source,
     )
+
+
+def _busy(level: LevelTable) -> float:
+    if level.busy is None and level.size > 1:
+        raise ClusterError(
+            f"level '{level.name}' does not say how busy its transfers keep what computes; add "
+            "busy, between 0 (not at all) and 1."
+        )
+    return level.busy or 0.0
 
 
 def _device(table: DeviceTable) -> Device:

@@ -1,5 +1,6 @@
 """Curves, and clusters that say what they do not know."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.cluster import Cluster, ClusterError, Curve, Device, LinkSpec
 from shardwise.core.errors import PlanError
+from shardwise.cost.file import load_cluster, parse_cluster
 
 amounts = st.lists(st.integers(1, 10**12), min_size=2, max_size=8, unique=True).map(sorted)
 times = st.floats(1e-6, 1e4)
@@ -165,3 +167,86 @@ def test_another_world_keeps_whole_nodes_or_is_part_of_one(
 def test_levels_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError):
         cluster(0, 2)
+
+
+def test_a_hop_among_fewer_or_more_members_has_fewer_or_more_latencies() -> None:
+    curve = Curve(((1000, 0.003), (2000, 0.004), (4000, 0.006)))
+    level = LinkSpec(name="world", size=4, gather=curve, reduce=curve)
+    assert level.measured(2000, 4, reduces=False) == pytest.approx(0.004)
+    assert level.measured(2000, 2, reduces=True) == pytest.approx(0.004 - 2 * 0.001)
+    assert level.measured(1000, 2, reduces=False) == pytest.approx(0.001)
+    larger = level.resized(10)
+    assert (larger.size, larger.gather.points[1]) == (10, (2000, pytest.approx(0.010)))
+    assert larger.measured(2000, 4, reduces=False) == pytest.approx(0.004)
+    assert level.resized(1).size == 1
+    rated = LinkSpec(name="world", size=4, bandwidth=1.0, latency_s=1.0)
+    assert rated.measured(1, 4, reduces=False) is None
+    assert rated.resized(8) == replace(rated, size=8)
+
+
+def test_ranks_of_a_node_share_its_host_whatever_is_inside() -> None:
+    def per_node(levels: str) -> int:
+        base = LinkSpec(name="", size=1, bandwidth=1.0, latency_s=1.0)
+        sizes = dict(text.split("=") for text in levels.split(","))
+        specs = tuple(replace(base, name=name, size=int(size)) for name, size in sizes.items())
+        return replace(load_cluster("dgx-a100"), levels=specs).ranks_per_node
+
+    assert per_node("node=8,world=4") == 8
+    assert per_node("island=4,node=2,world=8") == 8
+    assert per_node("rack=4,world=8") == 4
+    assert per_node("world=8") == 8
+
+
+def test_an_unknown_latency_is_an_error() -> None:
+    alone = replace(load_cluster("dgx-a100"), levels=(LinkSpec(name="world", size=1),))
+    with pytest.raises(ClusterError, match="Nobody knows the latency of level 'world'"):
+        alone.with_bandwidth("world", 1e9)
+
+
+FILE = """
+name = "mine"
+[[levels]]
+name = "world"
+size = 4
+bandwidth = 1e9
+latency_s = 1e-5
+busy = 0.1
+[device]
+name = "device"
+kind = "cuda"
+memory = "10 GB"
+memory_bandwidth = 1e12
+flops = { float32 = 1e13 }
+[host]
+memory = "10 GB"
+bandwidth = 1e10
+[disk]
+size = "1 TB"
+read = 1e9
+write = 1e9
+"""
+
+
+def test_a_file_that_can_be_read() -> None:
+    assert parse_cluster(FILE).world == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("bandwidth = 1e9", "bandwidth = 0", "levels.0.bandwidth.*greater than 0"),
+        ("bandwidth = 1e9", "bandwidth = nan", "levels.0.bandwidth"),
+        ("bandwidth = 1e9", "bandwidth = -1", "levels.0.bandwidth"),
+        ("bandwidth = 1e10", "bandwidth = 0", "host.bandwidth"),
+        ("read = 1e9", "read = 0", "disk.read"),
+        ("busy = 0.1", "busy = 1.5", "levels.0.busy"),
+        ("busy = 0.1", "", "does not say how busy"),
+        ("size = 4", "size = 0", "levels.0.size"),
+        ('kind = "cuda"', 'kind = "CPU"', "device.kind.*cuda"),
+        ("float32 = 1e13", "float32 = 0", "device.flops.float32"),
+    ],
+)
+def test_a_file_with_an_impossible_figure(before: str, after: str, message: str) -> None:
+    assert before in FILE
+    with pytest.raises(ClusterError, match=message):
+        parse_cluster(FILE.replace(before, after))
