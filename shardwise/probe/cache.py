@@ -26,6 +26,8 @@ from shardwise.probe.probe import Progress, device_name, probe, probed_device
 from shardwise.probe.scope import check_dtype
 
 _log = logging.getLogger("shardwise")
+FORM = 2
+"""Of what a probe measures, and how: another one is not used any more."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -95,6 +97,7 @@ def _file(
         "ranks": _ranks(place, device),
         "levels": str(place.topology),
         "torch": torch.__version__,
+        "shardwise": FORM,
         "dtype": dtype,
         "path": os.path.abspath(path) if path is not None else None,
         "quick": quick,

@@ -3,10 +3,9 @@
 All ranks hop at once, so that the ranks of a node share its link as they do in training.
 """
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -32,12 +31,18 @@ Hop = Callable[[], None]
 
 
 def measure_level(
-    grid: Grid, step: Step, clock: Clock, scope: Scope, room: int, tell: Callable[[str], None]
+    grid: Grid,
+    step: Step,
+    clock: Clock,
+    scope: Scope,
+    memory_bytes: int,
+    processors: Collection[int],
+    tell: Callable[[str], None],
 ) -> LinkSpec:
-    """The links of a level that joins several members."""
+    """The links of a level that joins several members; ``processors`` are those of the host."""
     hops = _Hops(grid, step)
     # A reduction holds what it sends, what arrives, and its sum.
-    sizes = fitting(scope.sent_bytes, 4.0, room)
+    sizes = fitting(scope.sent_bytes, 4.0, memory_bytes)
 
     def sweep(lane: Lane, make: Callable[[float], Hop]) -> Curve:
         return clock.sweep(sizes, lambda sent: hops.time(clock, scope, lane, sent, make))
@@ -53,7 +58,7 @@ def measure_level(
         size=step.size,
         gather=gather,
         reduce=reduce,
-        busy=_busy(hops, grid, largest, clock, scope),
+        busy=_busy(hops, grid, largest, clock, scope, processors),
         source=grid.link_kinds[step.level],
     )
 
@@ -111,7 +116,14 @@ class _Hops:
         return torch.zeros(numel, device=self._device)
 
 
-def _busy(hops: _Hops, grid: Grid, sent: float, clock: Clock, scope: Scope) -> float:
+def _busy(
+    hops: _Hops,
+    grid: Grid,
+    sent: float,
+    clock: Clock,
+    scope: Scope,
+    processors: Collection[int],
+) -> float:
     """How much of what computes gathers and reductions take while they run; see LinkSpec.busy."""
     both = (hops.gather(sent), hops.reduce(sent))
     begin = clock.now()
@@ -122,23 +134,27 @@ def _busy(hops: _Hops, grid: Grid, sent: float, clock: Clock, scope: Scope) -> f
     def begin_hops() -> Ticket:
         return grid.reduces.submit(lambda _: _repeat(both, count))
 
-    measure = lost_to_hops if grid.device.type == "cuda" else _kept_busy
-    shares = [measure(begin_hops, grid.device, clock, count * once) for _ in range(_ROUNDS)]
+    def measure() -> float:
+        if grid.device.type == "cuda":
+            return lost_to_hops(begin_hops, grid.device, clock, count * once)
+        return _kept_busy(begin_hops, clock, processors)
+
+    shares = [measure() for _ in range(_ROUNDS)]
     return round(min(max(statistics.median(shares), 0.0), 1.0), 3)
 
 
 def _kept_busy(
-    begin_hops: Callable[[], Ticket], device: torch.device, clock: Clock, hops_s: float
+    begin_hops: Callable[[], Ticket], clock: Clock, processors: Collection[int]
 ) -> float:
     """Of a host's processors: the share that works while all ranks hop, by the kernel's account.
 
     It counts what the network costs as well, which no process is charged for.
     """
     clock.slowest([0.0])  # all begin together
-    before, begin = _worked_s(), time.perf_counter()
+    before, begin = _worked_s(processors), time.perf_counter()
     begin_hops().wait()
-    worked, elapsed = _worked_s() - before, time.perf_counter() - begin
-    return clock.slowest([worked / elapsed / (os.cpu_count() or 1)])[0]
+    worked, elapsed = _worked_s(processors) - before, time.perf_counter() - begin
+    return clock.slowest([worked / elapsed / len(processors)])[0]
 
 
 def lost_to_hops(
@@ -170,12 +186,16 @@ def lost_to_hops(
     return clock.mean([1.0 - alone / beside])[0]
 
 
-def _worked_s() -> float:
-    """Seconds that this host's processors have worked since it started."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
-    guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user already
-    return float(sum(times) - idle - guest)
+def _worked_s(processors: Collection[int]) -> float:
+    """Seconds that some of this host's processors have worked since it started."""
+    worked = 0.0
+    for index, times in enumerate(psutil.cpu_times(percpu=True)):
+        if index in processors:
+            idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
+            # Guests' time is in the user's already.
+            guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+            worked += sum(times) - idle - guest
+    return worked
 
 
 def _repeat(hops: Sequence[Hop], count: int) -> None:

@@ -141,7 +141,13 @@ class _Probing:
         grid.connect(steps.values())
         return tuple(
             measure_level(
-                grid, steps[level.name], self._clock, self._scope, self._memory, self._tell
+                grid,
+                steps[level.name],
+                self._clock,
+                self._scope,
+                self._memory,
+                self._room.processors,
+                self._tell,
             )
             if level.name in steps
             else LinkSpec(name=level.name, size=level.size)
@@ -188,7 +194,7 @@ class _Probing:
         if self._on_cuda:
             return 1.0
         threads = self._room.ranks_on_host * torch.get_num_threads()
-        return min(1.0, threads / (os.cpu_count() or 1))
+        return min(1.0, threads / len(self._room.processors))
 
     def _measure_host(self) -> Host | None:
         """The memory beside the devices'; of CPUs it is the same."""

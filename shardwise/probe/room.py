@@ -23,6 +23,8 @@ class Room:
     """Of the host's memory for one rank, beside what its process takes anyway."""
     ranks_on_host: int
     """The most that share one host; emulated nodes share one as well."""
+    processors: frozenset[int]
+    """Those of this host that its ranks may use, together."""
 
 
 def find_room(control: Control) -> Room:
@@ -37,7 +39,24 @@ def find_room(control: Control) -> Room:
         share = min(share, max(limit // in_group - own, limit // in_group // 2))
     figures = torch.tensor([-share, on_host])
     most = control.highest(figures, "memory of a probe").tolist()
-    return Room(-most[0], most[1])
+    return Room(-most[0], most[1], _host_processors(control, rows[:, 0] == mine[0]))
+
+
+def _host_processors(control: Control, here: torch.Tensor) -> frozenset[int]:
+    """The processors that any rank on this host may use; ``here`` marks these. Collective."""
+    own = sorted(_own_processors())
+    most = int(control.highest(torch.tensor([own[-1] + 1]), "processors of a probe").item())
+    allowed = torch.zeros(most, dtype=torch.int64)
+    allowed[own] = 1
+    every = control.exchange(allowed, "processors of a probe")
+    return frozenset(every[here].sum(0).nonzero().flatten().tolist())
+
+
+def _own_processors() -> set[int]:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def device_bytes(control: Control, device: torch.device) -> int:

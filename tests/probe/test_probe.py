@@ -80,6 +80,14 @@ class TestProbe:
         assert shares[0] == shares[1]
         assert shares[0][1] == 2
         assert shares[0][0] <= shares[0][2] / 2
+        assert shares[0][3] == shares[1][3] == os.sched_getaffinity(0)
+
+    def test_ranks_that_have_processors_of_their_own(self, two: harness.Workers) -> None:
+        """Both count for the host, and each works on its own."""
+        allowed = sorted(os.sched_getaffinity(0))
+        if len(allowed) < 2:
+            pytest.skip("one processor")
+        assert two.run(share, allowed[:2])[0][3] == set(allowed[:2])
 
     def test_a_folder_that_is_none_is_an_error_on_all_ranks(self, two: harness.Workers) -> None:
         for sentence in two.run(refused, path="/nowhere/at/all"):
@@ -109,15 +117,21 @@ class TestProbe:
         assert callable(sw.probe)
 
 
-def share() -> tuple[int, int, int]:
+def share(processors: list[int] | None = None) -> tuple[int, int, int, frozenset[int]]:
     import psutil
+
+    before = os.sched_getaffinity(0)
+    if processors is not None:
+        os.sched_setaffinity(0, {processors[int(os.environ["RANK"])]})
 
     from shardwise.comm.control import Control
 
     control = Control(2, int(os.environ["RANK"]), 60.0)
     found = room.find_room(control)
     control.close()
-    return found.host_bytes, found.ranks_on_host, psutil.virtual_memory().total
+    os.sched_setaffinity(0, before)
+    total = psutil.virtual_memory().total
+    return found.host_bytes, found.ranks_on_host, total, found.processors
 
 
 def told_of() -> tuple[list[tuple[int, int, str]], list[str]]:
@@ -326,7 +340,7 @@ def example() -> Cluster:
         "name": "an example",
         "levels": [
             {"name": "node", "size": 1},
-            {"name": "world", "size": 2, "gather": line, "reduce": line, "source": "shared memory"},
+            {"name": "world", "size": 2, "gather": line, "reduce": line, "busy": 0.5, "source": "shared memory"},
         ],
         "device": {
             "name": "a CPU", "kind": "cpu", "memory": 10**9, "flops": {"float32": 1e9},
