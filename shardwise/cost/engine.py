@@ -7,9 +7,11 @@ processor: who asks for little gets it, the others get equal parts of the rest. 
 reserves of a resource it has to itself before all that.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shardwise.core.trace import Span
 
@@ -89,14 +91,19 @@ class Run:
 class _Running:
     """A stage under way, of a lane's job or (lane None) of the program."""
 
-    __slots__ = ("begun", "job", "least", "left", "name", "speed", "stage", "track")
+    __slots__ = ("begun", "demand", "job", "least", "left", "name", "speed", "stage", "track")
 
     def __init__(self, track: str, name: str, stage: Stage, job: Job | None, now: float) -> None:
         self.track, self.name, self.stage, self.job = track, name, stage, job
         self.left, self.begun, self.speed = stage.seconds, now, 1.0
+        self.demand = _number((stage.needs, stage.reserves))
         self.least = EPSILON * max(1.0, stage.seconds)
         """What is left when it counts as over: arithmetic leaves crumbs."""
 
+
+Shares = tuple[tuple[str, float], ...]
+Demand = tuple[Shares, Shares]
+"""What a stage needs, and what it reserves."""
 
 SLOWED = "sharing"
 """What the program loses to stages that run beside it on the same processors."""
@@ -188,8 +195,11 @@ class _Engine:
     def _pass_time(self) -> None:
         """Until the first of the running stages is over."""
         running = list(self._running.values())
-        _share_resources(running)
-        step = min(one.left / one.speed for one in running)
+        speeds = _speeds(tuple([one.demand for one in running]))
+        step = math.inf
+        for one, speed in zip(running, speeds, strict=True):
+            one.speed = speed
+            step = min(step, one.left / speed)
         self._now += step
         self._account(step)
         for one in running:
@@ -224,29 +234,45 @@ class _Engine:
             self._begin(one.track)
 
 
-def _share_resources(running: list[_Running]) -> None:
-    """Sets the speed of every stage. Plain loops: most of a search is here."""
-    first: dict[str, list[tuple[_Running, float]]] = {}
-    others: dict[str, list[tuple[_Running, float]]] = {}
+_numbers: dict[Demand, int] = {}
+_demands: list[Demand] = []
+
+
+def _number(demand: Demand) -> int:
+    """A short name of a demand: there are few, and a search looks at each a million times."""
+    found = _numbers.get(demand)
+    if found is None:
+        found = _numbers[demand] = len(_demands)
+        _demands.append(demand)
+    return found
+
+
+@lru_cache(maxsize=1 << 14)
+def _speeds(numbers: tuple[int, ...]) -> list[float]:
+    """Of each stage that runs, by what it demands."""
+    demands = [_demands[number] for number in numbers]
+    speeds = [1.0] * len(demands)
+    first: dict[str, list[tuple[int, float]]] = {}
+    others: dict[str, list[tuple[int, float]]] = {}
     free: dict[str, float] = {}
-    for one in running:
-        one.speed = 1.0
+    for index, (needs, reserves) in enumerate(demands):
         group = first
-        for resource, share in one.stage.needs:
-            group.setdefault(resource, []).append((one, share))
+        for resource, share in needs:
+            group.setdefault(resource, []).append((index, share))
             group = others
-        for resource, share in one.stage.reserves:
+        for resource, share in reserves:
             free[resource] = max(LEAST_FREE, free.get(resource, 1.0) - share)
     for resource, asking in others.items():
         asking += first.pop(resource, ())
     for group in (first, others):
         for resource, asking in group.items():
-            _share(asking, free.get(resource, 1.0))
+            _share(asking, free.get(resource, 1.0), speeds)
+    return speeds
 
 
-def _share(asking: list[tuple[_Running, float]], free: float) -> None:
+def _share(asking: list[tuple[int, float]], free: float, speeds: list[float]) -> None:
     """Slows those down that ask for more than an equal part of what is free."""
-    demands = sorted(share * one.speed for one, share in asking)
+    demands = sorted(share * speeds[index] for index, share in asking)
     if sum(demands) <= free:
         return
     most = free
@@ -255,6 +281,6 @@ def _share(asking: list[tuple[_Running, float]], free: float) -> None:
         if demand > most:
             break
         free -= demand
-    for one, share in asking:
-        if share * one.speed > most:
-            one.speed = most / share
+    for index, share in asking:
+        if share * speeds[index] > most:
+            speeds[index] = most / share

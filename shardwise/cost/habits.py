@@ -13,6 +13,8 @@ class Habits:
     """A rank gets the sums of all gradients of its parameters, and drops what others update."""
     waits: bool = False
     """The next step begins when all parameters are refreshed."""
+    late: bool = False
+    """The last backward of a step is over before its gradients are reduced."""
 
 
 OURS = Habits()

@@ -46,10 +46,8 @@ class Prices:
     def hop(self, use: str, hop: Hop, *, reduces: bool, direct: bool = False) -> Stage:
         """One exchange, in a ring or (``direct``) all to all."""
         link = self.cluster.level(hop.level)
-        curve = link.reduce if reduces else link.gather
-        if curve is not None:
-            seconds = curve.seconds(hop.sent_bytes)
-        else:
+        seconds = link.measured(hop.sent_bytes, hop.size, reduces=reduces)
+        if seconds is None:
             seconds = self._ring(link, hop.sent_bytes, 2 if direct else hop.size)
         return self._on(use, seconds, link, link.busy)
 
@@ -96,7 +94,10 @@ class Prices:
         for format, group in groupby(op.hops, key=lambda hop: hop.format):
             run = list(group)
             if format is not None:
-                stages.append(self._code(use, format, numel // parts[run[0].step + 1]))
+                own = numel // parts[run[0].step + 1]
+                if format.delta:  # the old values are taken from the new, in float32
+                    stages.append(self.add(use, 4 * own))
+                stages.append(self._code(use, format, own))
             stages += self.hops(use, run, reduces=False)
             if format is not None:
                 stages.append(self._code(use, format, numel // parts[run[-1].step], decodes=True))
@@ -135,11 +136,17 @@ class Prices:
             return [travel]
         part = numel // rungs.ladder.parts[hop.step]
         others = part * (hop.size - 1) // hop.size // simulated
-        return [
-            self._code(use, format, others),
-            travel,
-            self._code(use, format, others, decodes=True),
-        ]
+        encode = [self._code(use, format, others)]
+        if format.feedback:  # what was lost is added, and what is lost now is found out
+            encode += [
+                self.add(use, 4 * others),
+                self._code(use, format, others, decodes=True),
+                self.add(use, 4 * others),
+                self.copy(4 * others, use),
+            ]
+        # The own part goes to a buffer where the others' are added.
+        own = self.copy(4 * part // hop.size // simulated, use)
+        return [own, *encode, travel, self._code(use, format, others, decodes=True)]
 
     def _code(self, use: str, format: Format, numel: int, *, decodes: bool = False) -> Stage:
         seconds = self.cluster.device.code(format.kind, numel, decodes=decodes)
@@ -170,8 +177,12 @@ class Prices:
         seconds = self.cluster.device.compute(dtype, flops, backward=backward)
         return Stage("compute", seconds, self._processor)
 
-    def copy(self, nbytes: float) -> Stage:
-        return Stage("copies", self.cluster.device.copy.seconds(nbytes), self._processor)
+    def copy(self, nbytes: float, use: str = "copies") -> Stage:
+        return Stage(use, self.cluster.device.copy.seconds(nbytes), self._processor)
+
+    def add(self, use: str, nbytes: float) -> Stage:
+        """Adding to so many bytes: as a copy, but two are read where one is written."""
+        return self.copy(1.5 * nbytes, use)
 
     def update(self, numel: int, tier: str) -> Stage:
         """The optimizer's own work: on the device, or by the host where states rest elsewhere."""

@@ -37,6 +37,8 @@ from shardwise.plan.traffic import step_phases
 
 USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SLOWED)
 """What a step's time goes for: work, then what is exposed of transfers, then crowded processors."""
+EXPOSED = USES[3:]
+"""What a step would not take if transfers were free."""
 Priced = TypeVar("Priced")
 WARM_UP_STEPS = 1
 """A step overlaps the refresh of the one before it, so that the first is not like the others."""
@@ -168,10 +170,16 @@ class _Unit:
         dtypes = [(f, self.plan.precision.reduce_dtype(f.dtype)) for f in trained_flats(self.spec)]
         return part_bytes(dtypes, self.rungs, 0)
 
-    @cached_property
-    def kept_bytes(self) -> int:
+    def compute_bytes(self, rung: int) -> int:
+        """Of all parameters on a rung, as they are computed with."""
         dtypes = [(f, self.plan.precision.compute_dtype(f.dtype)) for f in self.spec.flats]
-        return part_bytes(dtypes, self.rungs, self.rungs.keep)
+        return part_bytes(dtypes, self.rungs, rung)
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Of the gradients that micro-batches add up, on G's rung."""
+        dtypes = [(f, self.plan.precision.master_dtype(f.dtype)) for f in trained_flats(self.spec)]
+        return part_bytes(dtypes, self.rungs, self.rungs.grads)
 
     @cached_property
     def copy_out_bytes(self) -> int:
@@ -219,6 +227,8 @@ class _Steps:
         self._prices_of: dict[int, tuple[Op, Any]] = {}
         self._updates: list[Job] = []
         """Those that run beside a backward."""
+        self._holds = False
+        """Whether gradients of this pass are added to those of others, on G's rung."""
         checkpoints = max(0, work.saved.checkpoints - work.saved.small)
         self._input_bytes = checkpoints / max(1, len(work.forward_flops) - 1)
 
@@ -234,6 +244,7 @@ class _Steps:
             for phase in phases:
                 if last and phase in (Phase.MIDDLE, Phase.LAST):
                     yield Mark(phase.value)
+                self._holds = not phase.synchronises
                 yield from self._pass(events[phase])
         yield Mark("over")
 
@@ -279,7 +290,10 @@ class _Steps:
             elif event.trigger is Trigger.GRADS_READY and unit is not None:
                 yield from self._reduce(unit, event)
         while self._reductions:
-            for job in self._reductions.popleft():
+            jobs = self._reductions.popleft()
+            for job in jobs if self._habits.late and not self._holds else ():
+                yield Submit(job)
+            for job in jobs:
                 yield Wait(job)
         for job in self._updates:
             yield Wait(job)
@@ -297,7 +311,9 @@ class _Steps:
 
     def _after_forward(self, unit: _Unit, event: Event) -> Iterator[Instruction]:
         if any(op.kind is Kind.KEEP for op in event.ops):
-            yield Compute(f"keep {unit.spec.name}", self._prices.copy(unit.kept_bytes))
+            yield Compute(
+                f"keep {unit.spec.name}", self._prices.copy(unit.compute_bytes(unit.rungs.keep))
+            )
         tier = self._plan.activations
         if tier in ("cpu", "nvme") and self._is_called(unit):
             stage = self._prices.move(tier, self._input_bytes, writes=True)
@@ -329,6 +345,9 @@ class _Steps:
         for op in event.ops:
             if op.kind is Kind.GATHER:
                 stages = self._climb("gather", op, unit)
+                if op.hops:  # the part that is held goes to its place in the full buffer first
+                    own = unit.compute_bytes(op.hops[0].step + 1)
+                    stages = [self._prices.copy(own, "gather"), *stages]
                 before = self._fetches.pop(event.unit, None) or self._refreshes.get(event.unit)
                 job = Job("gather", f"gather {event.unit}", stages, before)
                 self._gathers[event.unit] = job
@@ -360,7 +379,8 @@ class _Steps:
     def _reduce(self, unit: _Unit, event: Event) -> Iterator[Instruction]:
         if not event.ops:
             return
-        while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
+        late = self._habits.late and not self._holds
+        while not late and len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
             for job in self._reductions.popleft():
                 yield Wait(job)
         name = unit.spec.name
@@ -378,7 +398,10 @@ class _Steps:
             elif op.kind is Kind.STORE:
                 stage = self._prices.move(unit.plan.grads.tier, op.moved_bytes, writes=True)
                 jobs.append(Job("store", f"store {name}", [stage], jobs[-1] if jobs else None))
-        for job in jobs:
+        if self._holds:
+            adding = self._prices.add("reduce", unit.held_bytes)
+            jobs.append(Job("reduce", f"hold {name}", [adding], jobs[-1] if jobs else None))
+        for job in jobs if not late else ():
             yield Submit(job)
         if jobs:
             self._reductions.append(jobs)
@@ -427,29 +450,41 @@ class _Steps:
                 yield Wait(job)
 
     def _stream(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
-        """An update whose states rest elsewhere: reads, work and writes at once."""
+        """An update whose states rest elsewhere."""
         tier, moving = unit.plan.optim.tier, unit.plan.moving_tier
         if moving is None:
             return
         name = unit.spec.name
-        jobs = []
-        for lane, writes in (("fetch", False), ("store", True)):
-            stage = self._prices.move(moving, op.moved_bytes / 2, writes=writes)
-            jobs.append(Job(lane, f"{'write' if writes else 'read'} states of {name}", [stage]))
+        writes, reads = self._step_moves(moving, op)
+        work = [self._prices.update(unit.update_numel, tier)] if tier != "device" else []
+        if tier == "cpu":  # gradients come, the host works, the new parameters leave
+            for stage in (writes, *work, reads):
+                yield Compute(f"update {name}", stage)
+            return
+        # From a disk and to it windows are read ahead and written behind.
+        jobs = [
+            Job("fetch", f"read states of {name}", [reads]),
+            Job("store", f"write states of {name}", [writes]),
+        ]
         for job in jobs:
             yield Submit(job)
-        if tier != "device":
-            yield Compute(f"update {name}", self._prices.update(unit.update_numel, tier))
+        for stage in work:
+            yield Compute(f"update {name}", stage)
         for job in jobs:
             yield Wait(job)
+
+    def _step_moves(self, tier: str, op: Op) -> tuple[Stage, Stage]:
+        """What an update moves to a tier, and from it."""
+        return (
+            self._prices.move(tier, op.written_bytes, writes=True),
+            self._prices.move(tier, op.moved_bytes - op.written_bytes, writes=False),
+        )
 
     def _update_beside(self, unit: _Unit, op: Op, reduction: list[Job]) -> Iterator[Instruction]:
         """The same while backward goes on; states are read before gradients are there."""
         name, tier = unit.spec.name, unit.plan.moving_tier
         assert tier is not None
-        reads, writes = (
-            self._prices.move(tier, op.moved_bytes / 2, writes=writes) for writes in (False, True)
-        )
+        writes, reads = self._step_moves(tier, op)
         # One thread does it all, so that the next unit's states come when this one is updated.
         before = self._updates[-2] if self._updates else None
         read = Job("read states", f"read states of {name}", [reads], before)

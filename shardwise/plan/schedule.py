@@ -5,7 +5,7 @@ operations; ``explain`` (and the simulator) walk the expected order and price th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -98,6 +98,8 @@ class Op:
     hops: tuple[Hop, ...] = ()
     moved_bytes: int = 0
     """What a rank moves between memory and the tier where the state rests, both ways together."""
+    written_bytes: int = 0
+    """Of an update: what of it leaves the device's memory for the tier."""
 
     @property
     def sent_bytes(self) -> int:
@@ -139,7 +141,8 @@ def unit_ops(unit: UnitSpec, rungs: Rungs, plan: Plan, phase: Phase, *, encloses
     if phase is not Phase.EVAL and (trained := trained_flats(unit)):
         ops[Trigger.GRADS_READY] = _grads_ready(unit, trained, rungs, plan, phase)
         if phase.synchronises:
-            update = Op(Kind.STEP, unit.name, moved_bytes=_step_moves(trained, rungs, plan))
+            read, written = _step_moves(trained, rungs, plan)
+            update = Op(Kind.STEP, unit.name, (), read + written, written)
             when = Trigger.GRADS_READY if _updates_early(plan, encloses) else Trigger.STEP
             ops[when] += (update,)
             ops[Trigger.STEP] += _refresh(unit, trained, rungs, plan)
@@ -208,7 +211,7 @@ def _all_ops(
                 alike[shape] = found
         else:
             found = {
-                trigger: tuple(Op(op.kind, name, op.hops, op.moved_bytes) for op in some)
+                trigger: tuple(replace(op, unit=name) for op in some)
                 for trigger, some in found.items()
             }
         yield name, found
@@ -310,21 +313,29 @@ OPTIM_WORDS = 2
 """What the optimizer is taken to store for an element; Adam's kin have two."""
 
 
-def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> int:
-    """What an update reads and writes on tiers: states and master, gradients, P."""
-    away = {name: getattr(plan, name).tier != "device" for name in ("params", "grads", "optim")}
-    total = 0
+def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[int, int]:
+    """What an update reads from tiers and writes there: states and master, gradients, P.
+
+    States in host memory are updated where they are: only gradients come, and the new P leaves.
+    """
+    params, grads, optim = (getattr(plan, state).tier for state in ("params", "grads", "optim"))
+    read = written = 0
     for flat in flats:
-        master = [(flat, plan.precision.master_dtype(flat.dtype))]
-        compute = [(flat, plan.precision.compute_dtype(flat.dtype))]
         separate = has_master(plan, rungs, flat.dtype)
-        word = part_bytes(master, rungs, rungs.optim)
-        total += 2 * (OPTIM_WORDS + separate) * word if away["optim"] else 0
-        total += word if away["grads"] else 0
-        if away["params"]:
-            own = part_bytes(compute, rungs, rungs.optim)
-            total += own if separate else 2 * own
-    return total
+        word = part_bytes([(flat, plan.precision.master_dtype(flat.dtype))], rungs, rungs.optim)
+        own = part_bytes([(flat, plan.precision.compute_dtype(flat.dtype))], rungs, rungs.optim)
+        if optim == "cpu":
+            written += word if grads == "device" else 0
+            read += own if params == "device" else 0
+            continue
+        if optim == "nvme":
+            read += (OPTIM_WORDS + separate) * word
+            written += (OPTIM_WORDS + separate) * word
+        read += word if grads != "device" else 0
+        if params != "device":
+            written += own
+            read += 0 if separate else own
+    return read, written
 
 
 def part_bytes(sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, rung: int) -> int:

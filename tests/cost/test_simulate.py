@@ -9,8 +9,9 @@ import pytest
 from shardwise.core.cluster import Cluster, ClusterError, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.layout import DTYPE_BYTES, ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Topology
+from shardwise.core.wire import Format
 from shardwise.core.work import Saved, Work
-from shardwise.cost.engine import SLOWED, Compute, Job, Submit
+from shardwise.cost.engine import SLOWED, Compute, Job, Stage, Submit
 from shardwise.cost.engine import run as run_program
 from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import OURS, Habits
@@ -132,27 +133,84 @@ def free(grid: str) -> Cluster:
 @pytest.mark.parametrize(("name", "grid"), CASES)
 def test_without_transfers_a_step_is_what_the_rank_does_itself(name: str, grid: str) -> None:
     plan, on = plan_of(name), free(grid)
+    on = replace(on, device=replace(on.device, copy=Curve.of_rate(FAST)))
     found = estimate(plan, on)
-    assert found.exposed["gather"] == found.exposed["reduce"] == found.exposed["refresh"] == 0
-    assert found.exposed["tier"] == found.exposed[SLOWED] == 0
+    for use in ("gather", "reduce", "refresh", "tier", SLOWED, "copies"):
+        assert found.exposed[use] == pytest.approx(0, abs=1e-9), use
     passes = 3 if plan.activations == "keep" else 4
     compute = (passes * BLOCKS + 3 * 0.25) * 1e9 / FLOPS
     parts = on.topology.factor(plan.optim.spread)
     numels = [unit.flats[0].numel for unit in model(on.world).units]
     rate = UPDATES if plan.optim.tier == "device" else UPDATES / 4
     update = sum(numel // parts for numel in numels) / rate
-    collecting = sum(numels) * 4 / COPIES
-    lossy_refresh = bool(plan.optim.wire) and on.topology.factor("world") > on.topology.factor(
-        "node"
-    )
-    update += sum(numel // parts for numel in numels) * 4 / COPIES if lossy_refresh else 0
-    keeping = 0.0
-    if plan.keep == "node":
-        node, world = on.topology.factor("node"), on.topology.factor("world")
-        keeping = sum(numel // node for numel in numels[1:]) * 4 / COPIES if node < world else 0
     assert found.exposed["update"] == pytest.approx(update)
-    assert found.exposed["copies"] == pytest.approx(collecting + keeping)
-    assert found.step_s == pytest.approx(compute + update + collecting + keeping)
+    assert found.step_s == pytest.approx(compute + update)
+
+
+class TestCopies:
+    """What is copied in memory, where nothing else takes time."""
+
+    grid = "node=2,world=2"
+    numels = tuple(unit.flats[0].numel for unit in model(4).units)
+
+    def estimate(self, plan: Plan, *, accumulate: int = 1) -> Estimate:
+        on = free(self.grid)
+        nothing = {"float32": NOTHING}
+        # Processors enough, so that nothing is stretched by what runs beside it.
+        device = replace(on.device, forward=nothing, backward=nothing, update=NOTHING, share=0.01)
+        on = replace(on, device=device)
+        return simulate(plan, model(4), work(), on, accumulate=accumulate, spans=True)
+
+    def seconds(self, found: Estimate, what: str) -> float:
+        spans = [span for span in found.spans if span.name.startswith(what)]
+        return sum(span.end_s - span.begin_s for span in spans)
+
+    def test_gradients_are_collected(self) -> None:
+        found = self.estimate(presets.zero1())
+        assert found.exposed["copies"] == pytest.approx(sum(self.numels) * 4 / COPIES)
+
+    def test_a_gather_begins_with_the_part_that_is_held(self) -> None:
+        found = self.estimate(presets.hsdp())
+        gathered = 2 * sum(self.numels[1:]) + self.numels[0]  # the root's once, the others' twice
+        assert self.seconds(found, "gather") == pytest.approx(gathered / 2 * 4 / COPIES, rel=1e-3)
+
+    def test_the_kept_rung_is_copied_out(self) -> None:
+        found = self.estimate(presets.zero3(keep="node"))
+        assert self.seconds(found, "keep") == pytest.approx(sum(self.numels[1:]) / 2 * 4 / COPIES)
+
+    def test_a_master_is_copied_to_the_parameters(self) -> None:
+        found, plain = self.estimate(presets.lean()), self.estimate(presets.amsp())
+        copied = sum(numel // 4 for numel in self.numels) * 4 / COPIES
+        assert found.exposed["update"] - plain.exposed["update"] == pytest.approx(copied)
+
+    def test_micro_batches_are_added_up(self) -> None:
+        found = self.estimate(presets.zero1(), accumulate=3)
+        # Two passes add to what rests in full: 3 bytes move where a copy moves 2.
+        assert self.seconds(found, "hold") == pytest.approx(
+            2 * 1.5 * sum(self.numels) * 4 / COPIES, rel=0.01
+        )
+        assert self.seconds(self.estimate(presets.zero1()), "hold") == 0
+
+    def test_differences_and_feedback_are_taken(self) -> None:
+        on, rungs = free(self.grid), resolve(presets.amsp(), Topology.parse(self.grid), "blocks.0")
+        prices = Prices(on)
+
+        def copied(stages: list[Stage]) -> float:
+            return sum(stage.seconds for stage in stages) * COPIES / 4
+
+        for flags, own in (({}, 0), ({"delta": True}, 1.5 * 100)):
+            hop = Hop(1, "world", 2, 1, Format("int4", **flags))
+            climb = prices.climb("refresh", Op(Kind.REFRESH, "", (hop,)), 400, rungs)
+            assert copied(climb) == pytest.approx(own, abs=1e-6)
+        for flags, lost in (({}, 0), ({"feedback": True}, 4 * 100)):
+            hop = Hop(1, "world", 2, 1, Format("int4", **flags))
+            ((stages, last),) = prices.descend(
+                Op(Kind.REDUCE, "", (hop,)), 400, rungs, overlaps=False
+            )
+            assert copied([*stages, *last]) == pytest.approx(100 + lost, abs=1e-6)
+
+
+NOTHING = Curve.of_rate(1e30)
 
 
 def test_everything_infinitely_fast_takes_no_time() -> None:
@@ -426,7 +484,7 @@ def test_models_that_are_hardly_long(layers: int) -> None:
     spec, needed = facts.spec(plan, on.topology), facts.work(1, 128, plan, on.topology)
     near = Alike(spec).estimate(plan, needed, on, accumulate=1)
     full = simulate(plan, spec, needed, on)
-    assert near.step_s == pytest.approx(full.step_s, rel=1e-6)
+    assert near.step_s == pytest.approx(full.step_s, rel=1e-3)
     assert near.memory == full.memory
 
 
