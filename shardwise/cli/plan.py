@@ -1,8 +1,9 @@
 """`shardwise plan`: the best plan for a model on a cluster, and why."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 EXIT_NOTHING_FITS = 1
 DRAWN = 3
 """Presets that need more than this many times the memory would only squeeze the chart."""
-WIDTH = 120
+WIDTH = 132
 """Columns that the tables need so that no figure is broken."""
 
 
@@ -59,7 +60,7 @@ def plan(
         Path | None, typer.Option("--output", "-o", help="A .toml file for the plan.")
     ] = None,
     chart: Annotated[
-        Path | None, typer.Option(help="A .svg file: memory against step time.")
+        Path | None, typer.Option(help="A .svg or .png file: memory against step time.")
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
@@ -74,7 +75,7 @@ def plan(
 
       shardwise plan --model llama-13b --cluster 4090-10g --global-batch 256 -o plan.toml
 
-      shardwise probe -o here.toml && shardwise plan --model gpt-small --cluster here.toml
+      shardwise probe -o here.toml && shardwise plan --cluster here.toml --model gpt-small --seq 512
     """
     from shardwise.planner.advice import advise
     from shardwise.planner.chart import check_chart
@@ -84,11 +85,13 @@ def plan(
     if output is not None and output.suffix != ".toml":
         raise UsageError(f"--output {output} is no .toml file; plans are read from those.")
     request = _request(cluster, model, ranks, global_batch, seq, memory, path, dtype, lossless)
+    begin = time.perf_counter()
     with interruptible(), _telling() as tell:
         advice = advise(request, tell)
+    took_s = time.perf_counter() - begin
     if advice.best is not None:
         _write(advice, advice.best, output, chart)
-    print_json(_answer(advice)) if as_json else _print(advice, output, chart)
+    print_json(_answer(advice, took_s)) if as_json else _print(advice, took_s, output, chart)
     if advice.best is None:
         raise typer.Exit(EXIT_NOTHING_FITS)
 
@@ -114,6 +117,11 @@ def _request(
     described = load_cluster(cluster)
     if ranks is not None:
         described = described.with_world(ranks)
+    if path and described.disk is None:
+        raise UsageError(
+            f"--path {path} has no use: cluster '{described.name}' has no disk in its description; "
+            "add [disk], or probe it with shardwise probe --path."
+        )
     return Request(
         facts=facts_of(model),
         cluster=described,
@@ -122,8 +130,17 @@ def _request(
         precision=with_precision(Plan(), described, dtype).precision,
         loss=Loss.NONE if lossless else Loss.SAFE,
         path=path,
-        memory_bytes=parse_bytes(memory, "--memory") if memory is not None else None,
+        memory_bytes=_limit(memory),
     )
+
+
+def _limit(memory: str | None) -> int | None:
+    if memory is None:
+        return None
+    limit = parse_bytes(memory, "--memory")
+    if limit <= 0:
+        raise UsageError(f"--memory {memory} leaves nothing; give for example '20 GiB'.")
+    return limit
 
 
 @contextmanager
@@ -182,8 +199,8 @@ def partitioning(candidate: "Candidate") -> str:
 # --- for programs ---------------------------------------------------------------------------------
 
 
-def _answer(advice: "Advice") -> dict[str, Any]:
-    smallest = advice.result.smallest
+def _answer(advice: "Advice", took_s: float) -> dict[str, Any]:
+    smallest, peak = advice.result.smallest, advice.peak
     return {
         "model": advice.request.facts.name,
         "cluster": advice.request.cluster.name,
@@ -192,8 +209,11 @@ def _answer(advice: "Advice") -> dict[str, Any]:
         "plans": advice.result.num_plans,
         "simulated": advice.result.num_simulated,
         "proven": advice.result.proven,
+        "took_s": took_s,
         "best": _row(advice, advice.best) if advice.best else None,
         "binds": advice.binds,
+        "peak": {"when": peak.name, "bytes": peak.causes()} if peak else None,
+        "choices": [asdict(choice) for choice in advice.choices],
         "ranked": [_row(advice, c) for c in advice.result.ranked],
         "front": [_row(advice, c) for c in advice.front],
         "presets": {name: _row(advice, c) for name, c in advice.presets.items()},
@@ -207,6 +227,7 @@ def _answer(advice: "Advice") -> dict[str, Any]:
             {"tier": o.tier, "needed_bytes": o.needed, "available_bytes": o.available}
             for o in advice.lacking()
         ],
+        "remedies": list(advice.remedies),
     }
 
 
@@ -232,7 +253,7 @@ def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
 # --- for people -----------------------------------------------------------------------------------
 
 
-def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
+def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | None) -> None:
     from rich.console import Console
 
     from shardwise.planner.search import NEAR
@@ -246,7 +267,8 @@ def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
         f"[bold]{request.cluster.name}[/bold], {request.cluster.topology}: "
         f"{request.global_batch} sequences of {request.seq} a step, "
         f"{format_bytes(request.limit)} a rank",
-        f"{advice.result.num_plans:,} plans, {advice.result.num_simulated:,} simulated\n",
+        f"{advice.result.num_plans:,} plans, {advice.result.num_simulated:,} simulated, "
+        f"{took_s:.0f} s with all that follows\n",
         sep="\n",
     )
     if advice.best is None:
@@ -265,6 +287,7 @@ def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
             share = seconds / advice.best.step_s
             bar = "█" * round(40 * share)
             console.print(f"  {use:<8} {seconds:9.3f} s {share:5.0%} {bar}", markup=False)
+    _print_peak(console, advice)
     proof = "no other partitioning is faster by more than 2 %" if advice.result.proven else (
         "the search ended when nothing better came for a while"
     )  # fmt: skip
@@ -272,6 +295,8 @@ def _print(advice: "Advice", output: Path | None, chart: Path | None) -> None:
     for what_if in advice.what_ifs:
         gain = f"{what_if.speed_up:.2f} times as fast" if what_if.speed_up > 1.005 else "no faster"
         console.print(f"  with {what_if.change}: {what_if.step_s:.3f} s, {gain}")
+    if advice.choices:
+        console.print("\n[bold]Why it wins[/bold]: one other choice", _choices_table(advice))
     console.print("\n[bold]With less memory[/bold]", _plans_table(advice, list(advice.front)))
     console.print("[bold]Presets[/bold], in the same batch", _presets_table(advice, advice.best))
     for name, reason in advice.left_out.items():
@@ -293,15 +318,42 @@ def _print_nothing_fits(console: "Console", advice: "Advice") -> None:
             f"  {lack.tier}: needs {format_bytes(lack.needed)} a rank, has "
             f"{format_bytes(lack.available)}: {lack.needed / lack.available:.2f} times too much"
         )
-    cluster = advice.request.cluster
-    ways = ["more ranks (--ranks)", "shorter sequences (--seq)"]
-    if cluster.disk is None:
-        ways.append("a disk in the cluster's description (shardwise probe --path)")
-    elif not advice.request.path:
-        ways.append("states on the disk (--path)")
-    if cluster.host is None and cluster.device.kind != "cpu":
-        ways.append("host memory in the cluster's description ([host])")
-    console.print("What might make it fit: " + ", ".join(ways) + ".", markup=False)
+    _print_peak(console, advice)
+    if advice.remedies:
+        console.print("What would make it fit, each alone:")
+        for remedy in advice.remedies:
+            console.print(f"  {remedy}", markup=False)
+    else:
+        console.print("Neither more ranks nor shorter sequences alone would make it fit.")
+
+
+def _print_peak(console: "Console", advice: "Advice") -> None:
+    if advice.peak is None:
+        return
+    total = advice.peak.memory.total
+    terms = [
+        f"{words} {nbytes / total:.0%}"
+        for words, nbytes in advice.peak.causes().items()
+        if nbytes > 0.02 * total
+    ]
+    console.print(
+        f"\nMemory is fullest in {advice.peak.name}, {format_bytes(total)}: {', '.join(terms)}.",
+        markup=False,
+    )
+
+
+def _choices_table(advice: "Advice") -> "Table":
+    from shardwise.planner.search import NEAR
+
+    table = _table("choice", "taken", "instead", "because", "step", words=4)
+    for choice in advice.choices:
+        because = f"{choice.grown} +{choice.grown_s:.3f} s" if choice.grown_s > 0.0005 else ""
+        if not choice.fits:
+            because = "too large"
+        elif abs(choice.over - 1) < NEAR:
+            because = "as fast"
+        table.add_row(choice.what, choice.mine, choice.instead, because, f"x {choice.over:.2f}")
+    return table
 
 
 def _table(*columns: str, words: int) -> "Table":
@@ -316,46 +368,51 @@ def _table(*columns: str, words: int) -> "Table":
 
 
 def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
+    from shardwise.planner.choices import wires
+
     table = _table(
         "P / G / OS", "keep", "wires", "tiers", "activations", "batch",
-        "step", "TFLOP/s", "memory", words=6,
+        "step", "exposed", "TFLOP/s", "memory", words=6,
     )  # fmt: skip
     for column in table.columns:
-        column.no_wrap = column.header not in ("wires", "tiers")
+        column.no_wrap = column.header != "wires"
     for candidate in candidates:
         plan, estimate = candidate.plan, candidate.estimate
         states = (plan.params, plan.grads, plan.optim)
         tiers = [state.tier for state in states]
-        exceptions = f" ({len(plan.overrides)} units apart)" if plan.overrides else ""
+        exceptions = f", {len(plan.overrides)} apart" if plan.overrides else ""
         table.add_row(
             partitioning(candidate) + exceptions,
             plan.keep + (" until step" if plan.keep_until == "step" else ""),
-            _wires(candidate),
+            wires(plan),
             "device" if set(tiers) == {"device"} else "/".join(tiers),
             plan.activations,
             f"{candidate.batch.micro} x {candidate.batch.accumulate}",
             f"{estimate.step_s:.3f} s",
+            _exposed(candidate),
             f"{estimate.flops_per_s / 1e12:.1f}",
             format_bytes(estimate.memory.total),
         )
     return table
 
 
-def _wires(candidate: "Candidate") -> str:
-    plan = candidate.plan
-    states = {"P": plan.params, "G": plan.grads, "OS": plan.optim}
-    found = [f"{name} {state.wire}" for name, state in states.items() if state.wire]
-    return "; ".join(found) or "raw"
+def _exposed(candidate: "Candidate") -> str:
+    """What of a step is neither compute nor update."""
+    from shardwise.cost.simulate import EXPOSED
+
+    seconds = sum(candidate.estimate.exposed[use] for use in EXPOSED)
+    return f"{seconds / candidate.step_s:.0%}"
 
 
 def _presets_table(advice: "Advice", best: "Candidate") -> "Table":
-    table = _table("preset", "", "step", "over the best", "memory", words=2)
+    table = _table("preset", "", "step", "over the best", "exposed", "memory", words=2)
     for name, candidate in sorted(advice.presets.items(), key=lambda item: item[1].step_s):
         table.add_row(
             name + (", recomputing" if candidate.plan.activations == "recompute" else ""),
             "fits" if candidate.fits(advice.request) else "too large",
             f"{candidate.step_s:.3f} s",
             f"{candidate.step_s / best.step_s:.2f}",
+            _exposed(candidate),
             format_bytes(candidate.estimate.memory.total),
         )
     return table

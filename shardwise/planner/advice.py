@@ -1,13 +1,15 @@
 """What a planner says beside the plan: why it wins, what binds, and what more would buy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.core.cluster import Cluster, Curve, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.engine import SLOWED
+from shardwise.plan.along import Moment, along, peak
 from shardwise.plan.presets import PRESETS
 from shardwise.plan.validate import violations
+from shardwise.planner.choices import Choice, other_choices
 from shardwise.planner.search import (
     Candidate,
     Overflow,
@@ -23,6 +25,8 @@ from shardwise.planner.units import refine
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.18, 0.125)
 """Of the memory, for the front: what could be had with less."""
+BRIEFLY = 8
+"""The patience of searches in other circumstances, which begin with what is best in these."""
 WORTH = 0.02
 """A gain below this share of the step is none."""
 
@@ -52,6 +56,12 @@ class Advice:
     what_ifs: tuple[WhatIf, ...]
     binds: str
     """What keeps the best plan from being faster, as a sentence."""
+    choices: tuple[Choice, ...] = ()
+    """Why the best plan wins: what each of its choices saves."""
+    peak: Moment | None = None
+    """When the best plan, or where nothing fits the smallest, holds most, and what of."""
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits: changes of which each alone would make something fit."""
 
     def lacking(self) -> list[Overflow]:
         """Where nothing fits: by how much the smallest plan is too large."""
@@ -65,7 +75,19 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
     looking = Search(request)
     result = looking.run()
     if result.best is None:
-        return Advice(request, result, None, (), {}, {}, (), "memory")
+        tell("what would make it fit")
+        return Advice(
+            request,
+            result,
+            None,
+            (),
+            {},
+            {},
+            (),
+            "memory",
+            peak=peak_of(request, result.smallest) if result.smallest else None,
+            remedies=tuple(_remedies(request)),
+        )
     tell("choices for single units")
     best = refine(request, result.best)
     tell("what less memory costs")
@@ -78,8 +100,58 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
     tell("presets")
     named, left_out = _presets(request, best.batch)
     what_ifs = tuple(_what_ifs(request, looking, best, tell))
-    binds = _binds(request, best, what_ifs)
-    return Advice(request, result, best, front, named, left_out, what_ifs, binds)
+    tell("what other choices would cost")
+    return Advice(
+        request,
+        result,
+        best,
+        front,
+        named,
+        left_out,
+        what_ifs,
+        _binds(best, what_ifs),
+        other_choices(request, looking, best),
+        peak_of(request, best),
+    )
+
+
+def peak_of(request: Request, candidate: Candidate) -> Moment:
+    """When in a step a candidate holds most."""
+    plan, batch, topology = candidate.plan, candidate.batch, request.cluster.topology
+    saved = request.facts.work(batch.micro, request.seq, plan, topology).saved
+    spec = request.facts.spec(plan, topology)
+    return peak(along(plan, spec, topology, saved, accumulates=batch.accumulate > 1))
+
+
+MORE = (2, 4, 8, 16, 32, 64)
+"""Times as many ranks, or parts of a sequence, that are tried where nothing fits."""
+
+
+def _remedies(request: Request) -> Iterator[str]:
+    """Of each kind the least change that makes something fit; what does not help is not told."""
+    cluster, world, seq = request.cluster, request.cluster.world, request.seq
+    if cluster.disk is not None and not request.path:
+        if Search(replace(request, path="disk")).fits():
+            yield "states on the disk (--path)"
+    elif cluster.disk is None:
+        yield "perhaps a disk, which the cluster's description lacks (shardwise probe --path)"
+    if cluster.host is None and cluster.device.kind != "cpu":
+        yield "perhaps host memory, which the cluster's description lacks ([host])"
+    if cluster.host is not None and cluster.host.update is None:
+        yield (
+            "perhaps optimizer states in host memory: the cluster's description lacks how fast "
+            "hosts update them (host.update_rate)"
+        )
+    for times in MORE:
+        batch = request.global_batch * times  # of each rank as many as before
+        more = replace(request, cluster=cluster.with_world(world * times), global_batch=batch)
+        if Search(more).fits():
+            yield f"{world * times:,} ranks (--ranks {world * times})"
+            break
+    for times in MORE:
+        if seq // times and Search(replace(request, seq=seq // times)).fits():
+            yield f"sequences of {seq // times} (--seq {seq // times})"
+            break
 
 
 def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict[str, str]]:
@@ -113,7 +185,8 @@ def _with_less_memory(request: Request, looking: Search, best: Candidate) -> lis
     for share in SHARES:
         # Tiles only where nothing fits otherwise: they make many units, and many plans.
         tiles = best.plan.tiling.numel > 0
-        less = looking.run(1, limit=int(share * request.limit), tiles=tiles).best
+        limit = int(share * request.limit)
+        less = looking.run(1, limit=limit, tiles=tiles, patience=BRIEFLY).best
         if less is None:
             break
         found.append(less)
@@ -137,22 +210,38 @@ def _what_ifs(
         return WhatIf(change, step_s, best.step_s / step_s)
 
     tell("what more memory would buy")
-    found = [what_if("twice the memory", looking.run(1, limit=2 * request.limit).best)]
-    for level in request.cluster.levels:
-        if level.size > 1:
-            tell(f"what faster links on {level.name} would buy")
-            faster = looking.with_other_speeds(_with_faster(request.cluster, level))
-            found.append(what_if(f"twice the bandwidth on {level.name}", faster.run(1).best))
+    found = [
+        what_if("twice the memory", looking.run(1, limit=2 * request.limit, patience=BRIEFLY).best)
+    ]
+    for change, cluster in _faster(request.cluster, best.estimate.exposed["tier"] > 0):
+        tell(f"what {change} would buy")
+        faster = looking.with_other_speeds(cluster)
+        found.append(what_if(change, faster.run(1, patience=BRIEFLY).best))
     return found
 
 
-def _with_faster(cluster: Cluster, level: LinkSpec) -> Cluster:
+def _faster(cluster: Cluster, waits_for_tiers: bool) -> Iterator[tuple[str, Cluster]]:
+    """Clusters of which one part is twice as fast."""
+    for level in cluster.levels:
+        if level.size > 1:
+            yield f"twice the bandwidth on {level.name}", _with_faster_links(cluster, level)
+    host, disk = cluster.host, cluster.disk
+    if waits_for_tiers and host is not None:
+        twice = replace(host, bandwidth=2 * host.bandwidth)
+        yield "twice the bandwidth to host memory", replace(cluster, host=twice)
+    if waits_for_tiers and disk is not None:
+        quick = replace(disk, read=2 * disk.read, write=2 * disk.write)
+        yield "disks twice as fast", replace(cluster, disk=quick)
+
+
+def _with_faster_links(cluster: Cluster, level: LinkSpec) -> Cluster:
     """The cluster with one level's links twice as fast."""
 
     def halved(curve: Curve | None) -> Curve | None:
         if curve is None:
             return None
-        return Curve(tuple((amount, seconds / 2) for amount, seconds in curve.points))
+        latency = curve.points[0][1]  # which stays
+        return Curve(tuple((amount, (latency + s) / 2) for amount, s in curve.points))
 
     faster = replace(
         level,
@@ -164,24 +253,25 @@ def _with_faster(cluster: Cluster, level: LinkSpec) -> Cluster:
     return replace(cluster, levels=levels)
 
 
-def _binds(request: Request, best: Candidate, what_ifs: tuple[WhatIf, ...]) -> str:
+def _binds(best: Candidate, what_ifs: tuple[WhatIf, ...]) -> str:
     exposed = best.estimate.exposed
     share = {use: seconds / best.step_s for use, seconds in exposed.items()}
     memory = what_ifs[0].speed_up - 1
-    transfers = {use: share[use] for use in ("gather", "reduce", "refresh", "tier")}
-    worst = max(transfers, key=lambda use: transfers[use])
+    worst = max(_WAITS, key=lambda use: share[use])
     if memory > WORTH:
         return f"memory: with twice as much of it a step would be {1 + memory:.2f} times as fast"
-    if transfers[worst] > WORTH:
-        return f"communication: {transfers[worst]:.0%} of a step waits for {_WORDS[worst]}"
-    if share[SLOWED] > WORTH:
-        return f"processors: transfers take {share[SLOWED]:.0%} of a step from the compute"
+    if share[worst] > WORTH:
+        return f"{_WAITS[worst]}: {share[worst]:.0%} of a step"
     return f"compute: it is {share['compute']:.0%} of a step"
 
 
-_WORDS = {
-    "gather": "parameters to be gathered",
-    "reduce": "gradients to be reduced",
-    "refresh": "new parameters after the update",
-    "tier": "what rests in host memory or on the disk",
+_WAITS = {
+    "gather": "communication: parameters are waited for",
+    "reduce": "communication: gradients are waited for",
+    "refresh": "communication: new parameters are waited for after the update",
+    "tier": "what rests in host memory or on the disk is waited for",
+    "update": "the optimizer's update",
+    "copies": "copies in memory",
+    SLOWED: "processors: transfers take them from the compute",
 }
+"""What a step may wait for, in words."""

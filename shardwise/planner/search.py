@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from shardwise.core.cluster import Cluster
-from shardwise.core.layout import DTYPE_BYTES, UnitSpec
+from shardwise.core.layout import DTYPE_BYTES, FlatSpec, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Work
 from shardwise.cost.engine import Stage
@@ -23,7 +23,7 @@ from shardwise.plan.facts import Facts
 from shardwise.plan.memory import Memory, with_activations
 from shardwise.plan.plan import Plan, Precision, resolve
 from shardwise.plan.presets import PRESETS
-from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, unit_ops
+from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, trained_flats, unit_ops
 from shardwise.plan.traffic import step_phases
 from shardwise.planner.alike import SHORT, Alike
 from shardwise.planner.space import (
@@ -58,6 +58,8 @@ which families are looked at; nothing else depends on it."""
 NEAR = 0.01
 """Plans whose steps differ by less are taken to be equally fast: then what loses nothing wins, and
 what needs less memory."""
+LEADERS = 6
+"""Families that a search in other circumstances looks at first."""
 TILE_NUMEL = 1 << 26
 """Tiles of layers, where nothing fits without; see ``presets.infinity``."""
 
@@ -165,18 +167,38 @@ class Search:
         self._tiled = _Space(request, tile_numel=TILE_NUMEL, progress=progress)
 
     def with_other_speeds(self, cluster: Cluster) -> "Search":
-        """The same search on a cluster that differs in speeds only."""
+        """The same search on a cluster that differs in speeds only: the best there lead here."""
         other = Search(replace(self._request, cluster=cluster))
-        other._whole.take_sizes(self._whole)
-        other._tiled.take_sizes(self._tiled)
+        other._whole.follow(self._whole)
+        other._tiled.follow(self._tiled)
         return other
 
-    def run(self, count: int = RANKED, *, limit: int | None = None, tiles: bool = True) -> Result:
-        """The fastest plans that fit a device's memory; layers in tiles only where nothing does."""
+    def quickly(self, plan: Plan, batch: Batch) -> Candidate:
+        """One plan on a short model, as the search looks at it."""
+        space = self._tiled if plan.tiling.numel else self._whole
+        return space.candidate(plan, batch)
+
+    def fits(self) -> bool:
+        """Whether anything does; nothing is simulated."""
+        limit = self._request.limit
+        return self._whole.fits(limit) or self._tiled.fits(limit)
+
+    def run(
+        self,
+        count: int = RANKED,
+        *,
+        limit: int | None = None,
+        tiles: bool = True,
+        patience: int = PATIENCE,
+    ) -> Result:
+        """The fastest plans that fit a device's memory; layers in tiles only where nothing does.
+
+        With less ``patience`` fewer families are looked at beside those that led before.
+        """
         within = self._request.limit if limit is None else limit
-        result = self._whole.run(count, within)
+        result = self._whole.run(count, within, patience)
         if result.best is None and tiles:
-            tiled = self._tiled.run(count, within)
+            tiled = self._tiled.run(count, within, patience)
             if tiled.best is not None or _need(tiled) < _need(result):
                 return tiled
         return result
@@ -240,30 +262,41 @@ class _Space:
         self._memories: dict[tuple[Plan, bool], Memory] = {}
         self._leanest: dict[Plan, Plan] = {}
         self._exposed: dict[Plan, float] = {}
+        self._bases: list[tuple[Plan, Batch]] = []
+        self._placed: dict[tuple[int, Placement], tuple[Plan, Memory]] = {}
+        """By the index of a base: it with its states on tiers, and what that needs."""
+        self._known: dict[tuple[int, Placement], _Family] = {}
+        self._leaders: list[tuple[Plan, Batch]] = []
+        """What was best in the last run, here or in a space that this one follows."""
         self._num_plans = 0
         self._estimates: dict[tuple[Plan, Batch], Estimate] = {}
         self._smallest: tuple[int, Plan, Batch] | None = None
 
-    def take_sizes(self, other: "_Space") -> None:
-        """Shares with another space what does not depend on speeds."""
+    def follow(self, other: "_Space") -> None:
+        """Shares with another space what does not depend on speeds, and looks first where it
+        found most."""
         self._works, self._alike = other._works, other._alike
         self._memories, self._leanest = other._memories, other._leanest
+        self._bases, self._placed = other._bases, other._placed
+        self._leaders = other._leaders
 
-    def run(self, count: int, limit: int) -> Result:
+    def run(self, count: int, limit: int, patience: int) -> Result:
         """Families, the likeliest first, until none can be better; then those beside the best."""
         self._num_plans = 0
-        families = _presets_first(sorted(self._families(limit), key=lambda f: f.likely_s))
+        families = sorted(self._families(limit), key=lambda f: f.likely_s)
+        families = self._leading(_presets_first(families))
         # What the families from each on could reach at best.
         bounds = list(accumulate((family.bound_s for family in reversed(families)), min))[::-1]
         seen = _Seen()
         for family, bound in zip(families, bounds, strict=True):
             # Behind the winner the table shows what was met on the way.
-            ended = bound >= (1 - TOLERANCE) * seen.fastest or seen.idle >= PATIENCE
+            ended = bound >= (1 - TOLERANCE) * seen.fastest or seen.idle >= patience
             if ended and (len(seen.best) >= count or bound > 2 * seen.fastest):
                 break
-            self._look(family, seen)
+            self._look(family, seen, limit)
         while (beside := next(filter(seen.is_beside, families), None)) is not None:
-            self._look(beside, seen)
+            self._look(beside, seen, limit)
+        self._leaders = seen.leaders()
         left_s = min((f.bound_s for f in families if id(f) not in seen.ids), default=math.inf)
         found = sorted(seen.best.values(), key=lambda candidate: candidate.step_s)
         found = found[: max(count, LEAST_FULL)]
@@ -275,52 +308,82 @@ class _Space:
             smallest = evaluate(self._request, *self._smallest[1:])
         return Result(tuple(full), smallest, self._num_plans, len(self._estimates), proven)
 
-    def _look(self, family: _Family, seen: "_Seen") -> None:
-        """Simulates a family."""
-        seen.add(family, self._members(family))
+    def fits(self, limit: int) -> bool:
+        return next(self._families(limit), None) is not None
+
+    def _leading(self, families: list[_Family]) -> list[_Family]:
+        """Those that led before come first, then those that were simulated: they are free."""
+        leaders = set(self._leaders)
+
+        def rank(family: _Family) -> int:
+            key = (family.plan, family.batch)
+            return 0 if key in leaders else 1 if key in self._estimates else 2
+
+        return sorted(families, key=rank)
+
+    def _look(self, family: _Family, seen: "_Seen", limit: int) -> None:
+        """Simulates a family; wires take memory, so that some of it may not fit."""
+        fitting = (
+            candidate
+            for candidate in self._members(family)
+            if not any(overflows(candidate.estimate.memory, self._request, limit))
+        )
+        seen.add(family, fitting)
         self._progress(len(self._estimates))
 
     # --- families -----------------------------------------------------------------------------
 
     def _families(self, limit: int) -> Iterator[_Family]:
+        """Those that fit. Of a partitioning none that moves more than another one that does."""
+        if not self._bases:
+            self._bases += self._all_bases()
+        choices = placements(self._request.cluster, self._request.path)
+        for index, (_, batch) in enumerate(self._bases):
+            taken: list[Placement] = []
+            for placement in choices:
+                if any(moved_further(placement, other) for other in taken):
+                    continue
+                key = (index, placement)
+                if key not in self._placed:
+                    self._placed[key] = self._place(index, placement)
+                plan, needed = self._placed[key]
+                self._num_plans += 1
+                if not any(overflows(needed, self._request, limit)):
+                    taken.append(placement)
+                    if key not in self._known:
+                        self._known[key] = self._family(plan, batch)
+                    yield self._known[key]
+                elif self._smallest is None or needed.total < self._smallest[0]:
+                    self._smallest = (needed.total, plan, batch)
+
+    def _all_bases(self) -> Iterator[tuple[Plan, Batch]]:
+        """Every partitioning with every setting of activations and cut of the batch."""
         request = self._request
-        choices = placements(request.cluster, request.path)
         for batch in request.cuts:
             accumulates = batch.accumulate > 1
             for partitioning in partitionings(self._topology, accumulates=accumulates):
                 base = replace(partitioning, precision=request.precision)
                 for plan in self._kept_until(base, accumulates=accumulates):
                     for setting in activation_settings(request.cluster, request.path):
-                        chosen = replace(plan, activations=setting)
-                        for fitting in self._fitting(chosen, batch, choices, limit):
-                            busy = self._busy(fitting, batch)
-                            longest = max(busy)
-                            likely = longest + (1 - HIDDEN) * (sum(busy) - longest)
-                            yield _Family(fitting, batch, longest, likely)
+                        yield replace(plan, activations=setting), batch
+
+    def _place(self, index: int, placement: Placement) -> tuple[Plan, Memory]:
+        base, batch = self._bases[index]
+        plan = placed(base, placement, self._request.path)
+        if self._tile_numel:
+            plan = replace(plan, tiling=replace(plan.tiling, numel=self._tile_numel))
+        return plan, self._memory(plan, batch)
+
+    def _family(self, plan: Plan, batch: Batch) -> _Family:
+        busy = self._busy(plan, batch)
+        longest = max(busy)
+        likely = longest + (1 - HIDDEN) * (sum(busy) - longest)
+        return _Family(plan, batch, longest, likely)
 
     def _kept_until(self, plan: Plan, *, accumulates: bool) -> list[Plan]:
         if accumulates and plan.keep != "none":
             return [plan, replace(plan, keep_until="step")]
         return [plan]
-
-    def _fitting(
-        self, plan: Plan, batch: Batch, choices: Sequence[Placement], limit: int
-    ) -> Iterator[Plan]:
-        """The placements that fit, but none that moves more than another one that fits."""
-        taken: list[Placement] = []
-        for placement in choices:
-            if any(moved_further(placement, other) for other in taken):
-                continue
-            candidate = placed(plan, placement, self._request.path)
-            if self._tile_numel:
-                tiling = replace(candidate.tiling, numel=self._tile_numel)
-                candidate = replace(candidate, tiling=tiling)
-            needed = self._memory(candidate, batch)
-            if not any(overflows(needed, self._request, limit)):
-                taken.append(placement)
-                yield candidate
-            elif self._smallest is None or needed.total < self._smallest[0]:
-                self._smallest = (needed.total, candidate, batch)
 
     def _members(self, family: _Family) -> Iterator[Candidate]:
         """The wirings of a family, simulated on short models: raw hops, the leanest, the others.
@@ -329,21 +392,21 @@ class _Space:
         leanest do not help, neither do those between.
         """
         raw, *lossy = wirings(family.plan, self._topology, self._request.loss)
-        first = self._candidate(raw, family.batch)
+        first = self.candidate(raw, family.batch)
         yield first
         uses = ("gather", "reduce", "refresh")
         exposed = sum(first.estimate.exposed[use] for use in uses)
         if not lossy or exposed < NEAR * first.step_s:
             return
-        leanest = self._candidate(lossy[-1], family.batch)
+        leanest = self.candidate(lossy[-1], family.batch)
         yield leanest
         if leanest.step_s < (1 - NEAR) * first.step_s:
             # One state's wire at a time: what one gains hardly depends on the others.
             for plan in lossy[:-1]:
                 if sum(_wire(plan, state) != _wire(lossy[-1], state) for state in STATES) == 1:
-                    yield self._candidate(plan, family.batch)
+                    yield self.candidate(plan, family.batch)
 
-    def _candidate(self, plan: Plan, batch: Batch) -> Candidate:
+    def candidate(self, plan: Plan, batch: Batch) -> Candidate:
         return Candidate(plan, batch, self._estimate(plan, batch))
 
     # --- facts --------------------------------------------------------------------------------
@@ -357,7 +420,6 @@ class _Space:
             found = self._memories[key] = self._model(plan).memory(
                 plan, self._topology, accumulates=accumulates, saved=None
             )
-        self._num_plans += 1
         return with_activations(found, self._work(plan, batch).saved, plan.activations)
 
     def _estimate(self, plan: Plan, batch: Batch) -> Estimate:
@@ -389,8 +451,9 @@ class _Space:
 
     def _tiles(self, plan: Plan) -> bool:
         """Whether layers are cut: tiles only exist where parameters travel."""
-        rungs = resolve(plan, self._topology, "")
-        return bool(plan.tiling.numel) and (rungs.params > 0 or plan.params.tier != "device")
+        if not plan.tiling.numel:
+            return False
+        return resolve(plan, self._topology, "").params > 0 or plan.params.tier != "device"
 
     # --- the bound ----------------------------------------------------------------------------
 
@@ -423,12 +486,24 @@ class _Space:
         if plan.optim.tier != "device":
             return 0.0
         parts = self._topology.factor(plan.optim.spread)
-        return self._prices.update(self._request.facts.numel // parts, "device").seconds
+        return self._of_trained(
+            plan, lambda flat: self._prices.update(flat.numel // parts, "device").seconds
+        )
 
     def _collecting(self, plan: Plan) -> float:
         """Seconds in which a pass brings its gradients together."""
-        word = DTYPE_BYTES[plan.precision.reduce_dtype("float32")]
-        return self._prices.copy(self._request.facts.numel * word).seconds
+        dtype_of = plan.precision.reduce_dtype
+        return self._of_trained(
+            plan,
+            lambda flat: self._prices.copy(flat.numel * DTYPE_BYTES[dtype_of(flat.dtype)]).seconds,
+        )
+
+    def _of_trained(self, plan: Plan, price: Callable[[FlatSpec], float]) -> float:
+        """The sum over what is trained: at least the time of one call for all of a unit's flats."""
+        return sum(
+            times * max((price(flat) for flat in trained_flats(unit)), default=0.0)
+            for unit, times in _classes(self._model(plan))
+        )
 
     def _ends(self, plan: Plan) -> float:
         """Seconds that nothing can hide: the first gather, and the last unit's reduction."""
@@ -443,8 +518,12 @@ class _Space:
         first = units[min(1, len(units) - 1)]
         rungs = resolve(lean, self._topology, first.name)
         ops = unit_ops(first, rungs, lean, Phase.ONLY, encloses=first.name == ROOT)
-        exposed = (*ops[Trigger.BEFORE_FORWARD], *ops[Trigger.GRADS_READY])
-        return sum(self._hop_seconds(op, hop) for op in exposed for hop in op.hops)
+        gathers, reduces = (
+            [[self._hop_seconds(op, hop) for hop in op.hops] for op in ops[trigger] if op.hops]
+            for trigger in (Trigger.BEFORE_FORWARD, Trigger.GRADS_READY)
+        )
+        # Hops of a reduction may overlap, chunk by chunk.
+        return sum(map(sum, gathers)) + sum(map(max, reduces))
 
     def _lean(self, plan: Plan) -> Plan:
         key = _without_activations(plan)
@@ -487,7 +566,8 @@ class _Space:
             return
         if op.kind is Kind.STEP:
             tier = plan.moving_tier or "device"
-            read = written = op.moved_bytes / 2
+            written = op.written_bytes
+            read = op.moved_bytes - written
         else:
             tier = plan.grads.tier if op.kind is Kind.STORE else plan.params.tier
             read = op.moved_bytes if op.kind is Kind.FETCH else 0
@@ -508,17 +588,27 @@ class _Seen:
         self.idle = 0
         """Families since the last one that was faster."""
         self._centre: _Family | None = None
+        self._steps: list[tuple[float, Plan, Batch]] = []
+        """The fastest of each family, in the order of looking."""
 
     def add(self, family: _Family, members: Iterator[Candidate]) -> None:
         self.ids.add(id(family))
         self.idle += 1
+        fastest = math.inf
         for candidate in members:
+            fastest = min(fastest, candidate.step_s)
             key, best = _partitioning(candidate.plan), self.best
             best[key] = rank([candidate, best[key]])[0] if key in best else candidate
             if candidate.step_s < (1 - NEAR) * self.fastest:
                 self.idle = 0
             if candidate.step_s < self.fastest:
                 self.fastest, self._centre = candidate.step_s, family
+        self._steps.append((fastest, family.plan, family.batch))
+
+    def leaders(self) -> list[tuple[Plan, Batch]]:
+        """The families that were fastest."""
+        first = sorted(self._steps, key=lambda step: step[0])[:LEADERS]
+        return [(plan, batch) for _, plan, batch in first]
 
     def is_beside(self, family: _Family) -> bool:
         """Whether it differs from the fastest in one choice, could be faster, and is new."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import product
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.errors import PlanError
@@ -64,8 +65,13 @@ def partitionings(topology: Topology, *, accumulates: bool) -> list[Plan]:
     return list(seen.values())
 
 
-def wirings(plan: Plan, topology: Topology, loss: Loss) -> Iterator[Plan]:
-    """A partitioning with every combination of formats that changes something of it."""
+def wirings(
+    plan: Plan, topology: Topology, loss: Loss, *, leanest_first: bool = False
+) -> Iterator[Plan]:
+    """A partitioning with every combination of formats that changes something of it.
+
+    Raw hops come first, what sends least last; or the other way round.
+    """
     rungs = resolve(plan, topology, "")
     steps = rungs.ladder.steps
 
@@ -77,27 +83,24 @@ def wirings(plan: Plan, topology: Topology, loss: Loss) -> Iterator[Plan]:
     reduces = GRAD_WIRES if lossy and crosses(0, rungs.bottom) else ("",)
     refreshes = OPTIM_WIRES if lossy and crosses(rungs.params, rungs.optim) else ("",)
     inner_only = not any(step.size > 1 and step.stride > 1 for step in steps)
-    seen = set()
-    for params in gathers:
-        for grads in reduces:
-            for optim in refreshes:
-                if inner_only and params == "world=int8":
-                    continue  # no such hop
-                wired = replace(
-                    plan,
-                    params=replace(plan.params, wire=params),
-                    grads=replace(plan.grads, wire=grads),
-                    optim=replace(plan.optim, wire=optim),
-                )
-                if wired not in seen and not violations(wired, topology):
-                    seen.add(wired)
-                    yield wired
+    for params, grads, optim in list(product(gathers, reduces, refreshes))[
+        :: -1 if leanest_first else 1
+    ]:
+        if inner_only and params == "world=int8":
+            continue  # no such hop
+        wired = replace(
+            plan,
+            params=replace(plan.params, wire=params),
+            grads=replace(plan.grads, wire=grads),
+            optim=replace(plan.optim, wire=optim),
+        )
+        if not violations(wired, topology):
+            yield wired
 
 
 def leanest(plan: Plan, topology: Topology, loss: Loss) -> Plan:
     """The wiring that sends least: no other one of the partitioning is faster on any link."""
-    *_, last = wirings(plan, topology, loss)
-    return last
+    return next(wirings(plan, topology, loss, leanest_first=True))
 
 
 Placement = tuple[str, str, str]

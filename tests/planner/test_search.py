@@ -1,6 +1,7 @@
 """The search finds the best of all legal plans, and says what it rests on."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,16 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwise.cli.main import app
+from shardwise.cli.main import app, run
 from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
 from shardwise.plan.file import load_plan
-from shardwise.plan.plan import Tiling
+from shardwise.plan.plan import Precision, Tiling
 from shardwise.plan.presets import PRESETS
 from shardwise.plan.validate import violations
 from shardwise.planner import space
-from shardwise.planner.advice import advise
+from shardwise.planner.advice import _binds, _faster, advise
+from shardwise.planner.choices import wires as wires_of
 from shardwise.planner.search import TOLERANCE, Request, Search, _Space, evaluate, search
 from shardwise.planner.space import Batch, Loss, batches, mixed, placements, wirings
 from shardwise.planner.units import refine
@@ -154,6 +156,51 @@ def test_a_disk_makes_a_model_fit_and_few_units_go_there():
     assert better.step_s <= found.step_s
 
 
+def test_wires_that_need_more_memory_than_there_is_are_not_chosen():
+    """In float32 a refresh by differences needs a master copy, which raw hops do not."""
+    cluster = slow_cluster(world=0.002e9)
+    rate = {"float32": Curve.of_rate(1e12)}
+    cluster = replace(cluster, device=replace(cluster.device, forward=rate, backward=rate))
+    asked = request(cluster=cluster, precision=Precision(), global_batch=4)
+    free = search(asked)
+    assert any(c.plan.optim.wire for c in free.ranked)
+    tight = replace(asked, memory_bytes=int(0.999 * free.best.estimate.memory.total))
+    for _ in range(6):
+        found = search(tight)
+        if found.best is None:
+            break
+        assert all(c.fits(tight) for c in found.ranked)
+        tight = replace(tight, memory_bytes=int(0.999 * found.best.estimate.memory.total))
+
+
+def test_frozen_parameters_do_not_count_in_the_bound():
+    facts = FrozenFacts(facts_of("gpt-tiny"))
+    asked = request(facts=facts, global_batch=4)
+    space = _Space(asked, tile_numel=0, progress=lambda _: None)
+    for family in list(space._families(1 << 40))[::5]:
+        step_s = evaluate(asked, family.plan, family.batch).step_s
+        assert step_s >= family.bound_s * (1 - 1e-9)
+
+
+class FrozenFacts:
+    """A model of which only the root is trained."""
+
+    def __init__(self, facts):
+        self._facts, self.name, self.numel = facts, facts.name, facts.numel
+        self.work = facts.work
+
+    def spec(self, plan, topology):
+        spec = self._facts.spec(plan, topology)
+        inner = [
+            replace(unit, flats=tuple(map(self._frozen, unit.flats))) for unit in spec.units[1:]
+        ]
+        return replace(spec, units=(spec.units[0], *inner))
+
+    def _frozen(self, flat):
+        slots = (replace(s, param=replace(s.param, requires_grad=False)) for s in flat.slots)
+        return replace(flat, slots=tuple(slots))
+
+
 def test_placements_need_a_place():
     cluster = slow_cluster()
     assert placements(cluster, "") == [("device", "device", "device")]
@@ -186,8 +233,8 @@ class TestAdvice:
         class Hasty(Search):
             """One that overlooks the best plan unless memory is short."""
 
-            def run(self, count=1, *, limit=None, tiles=True):
-                result = super().run(count, limit=limit, tiles=tiles)
+            def run(self, count=1, *, limit=None, **options):
+                result = super().run(count, limit=limit, **options)
                 if limit is not None:
                     return result
                 estimate = replace(result.best.estimate, step_s=1.005 * result.best.step_s)
@@ -202,6 +249,51 @@ class TestAdvice:
         assert gains["twice the bandwidth on world"] > 1.3
         assert gains["twice the bandwidth on node"] < 1.1
         assert "communication" in advice.binds
+
+    def test_why_it_wins(self, advice):
+        assert {choice.what for choice in advice.choices} >= {"P", "G and OS", "wires", "batch"}
+        for choice in advice.choices:
+            assert choice.mine != choice.instead, choice
+            # Among equally fast plans what loses nothing and needs less memory wins.
+            assert choice.over >= 0.98 or not choice.fits, choice
+        wires = next(choice for choice in advice.choices if choice.what == "wires")
+        other = replace(advice.best.plan, overrides=())
+        assert wires.mine == wires_of(other)
+
+    def test_what_a_choice_costs_is_what_its_plan_takes(self):
+        asked = request(cluster=slow_cluster(world=0.005e9))
+        advice = advise(asked)
+        wires = next(choice for choice in advice.choices if choice.what == "wires")
+        plans = wirings(replace(advice.best.plan, overrides=()), asked.cluster.topology, asked.loss)
+        steps = {wires_of(p): evaluate(asked, p, advice.best.batch).step_s for p in plans}
+        best = steps.pop(wires.mine)
+        assert wires.over == pytest.approx(min(steps.values()) / best, rel=0.02)
+        assert wires.grown in ("gather", "reduce", "refresh", "sharing")
+
+    def test_the_peak_and_its_causes(self, advice):
+        assert advice.peak.memory == advice.best.estimate.memory
+        assert advice.peak.name.startswith("backward ")
+
+    @pytest.mark.parametrize(
+        ("use", "words"),
+        [("update", "optimizer's update: 60%"), ("tier", "host memory"), ("copies", "copies")],
+    )
+    def test_whatever_takes_long_binds(self, advice, use, words):
+        step_s = advice.best.step_s
+        exposed = dict.fromkeys(advice.best.estimate.exposed, 0.0)
+        exposed |= {"compute": 0.4 * step_s, use: 0.6 * step_s}
+        estimate = replace(advice.best.estimate, exposed=exposed)
+        no_gain = [replace(what_if, speed_up=1.0) for what_if in advice.what_ifs]
+        assert words in _binds(replace(advice.best, estimate=estimate), tuple(no_gain))
+
+    def test_what_faster_hosts_and_disks_would_buy(self):
+        host = Host(memory_bytes=1 << 40, bandwidth=1e7, update=Curve.of_rate(1e9))
+        disk = Disk(size_bytes=1 << 40, read=1e7, write=1e7)
+        cluster = replace(slow_cluster(), host=host, disk=disk)
+        changes = dict(_faster(cluster, True))
+        assert changes["twice the bandwidth to host memory"].host.bandwidth == 2e7
+        assert changes["disks twice as fast"].disk.read == 2e7
+        assert not any(other.host != host for _, other in _faster(cluster, False))
 
     def test_presets_are_no_faster_than_the_winner(self, advice):
         fitting = [c for c in advice.presets.values() if c.fits(advice.request)]
@@ -235,13 +327,39 @@ class TestCommand:
         )
         answer = json.loads(result.stdout)
         assert answer["best"]["fits"]
+        assert answer["peak"]["when"].startswith("backward")
+        assert sum(answer["peak"]["bytes"].values()) == answer["best"]["memory_bytes"]
+        assert {choice["what"] for choice in answer["choices"]} >= {"P", "G and OS"}
         assert sum(answer["best"]["exposed_s"].values()) == pytest.approx(answer["best"]["step_s"])
 
     def test_nothing_fits_ends_with_another_code(self):
         result = self.run(
             "--model", "gpt-mini", "--cluster", "dgx-a100", "--ranks", "2", "--seq", "128",
-            "--memory", "20 MiB",
+            "--memory", "30 MiB",
         )  # fmt: skip
         assert result.exit_code == 1
         assert "times too much" in result.output
-        assert "might make it fit" in result.output
+        assert "Memory is fullest in backward blocks." in result.output
+        # Nobody has to try: what is told was looked at.
+        more = re.search(
+            r"What would make it fit, each alone:.*--ranks (\d+)\)", result.output, re.S
+        )
+        assert more
+        arguments = ("--model", "gpt-mini", "--cluster", "dgx-a100", "--seq", "128")
+        result = self.run(*arguments, "--memory", "30 MiB", "--ranks", more[1])
+        assert result.exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--memory", "0"], "--memory 0 leaves nothing"),
+            (["--path", "/disk"], "has no disk in its description"),
+            (["--ranks", "3"], "cannot have 3 ranks"),
+        ],
+    )
+    def test_mistakes_are_one_sentence(self, arguments: list[str], message: str, capsys):
+        given = ["plan", "--model", "gpt-mini", "--cluster", "dgx-a100", "--seq", "128"]
+        assert run([*given, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1
