@@ -68,18 +68,21 @@ def shard(
     elementwise: bool = False,
     timeout_s: float = DEFAULT_LIMIT_S,
     micro_batch: int = 1,
+    accumulate: int = 1,
     seq: int | None = None,
+    lossless: bool = False,
 ) -> Any:
     """Shards a model (and its optimizer) in place over all ranks; collective.
 
     ``plan`` is a preset's name, a plan file, a Plan, or ``auto``: the fastest that fits, for
-    ``micro_batch`` sequences of ``seq`` tokens a rank. ``levels`` describes the grid, innermost
-    first (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come
-    back as the same objects. Values: a model built in ``deferred_init`` is materialised unit by
-    unit, straight into parts; otherwise rank 0's values win. An optimizer that is built later is
-    taken over when it first steps. ``elementwise`` vouches for optimizer classes that shardwise
-    does not know. A rank that waits for another for more than ``timeout_s`` seconds raises a
-    SyncError that names the unit and the ranks.
+    ``accumulate`` micro-batches a step of ``micro_batch`` sequences of ``seq`` tokens on each rank;
+    ``lossless`` allows it no hop in fewer bits. ``levels`` describes the grid, innermost first
+    (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come back
+    as the same objects. Values: a model built in ``deferred_init`` is materialised unit by unit,
+    straight into parts; otherwise rank 0's values win. An optimizer that is built later is taken
+    over when it first steps. ``elementwise`` vouches for optimizer classes that shardwise does not
+    know. A rank that waits for another for more than ``timeout_s`` seconds raises a SyncError that
+    names the unit and the ranks.
 
         >>> import torch, shardwise as sw
         >>> model = torch.nn.Linear(4, 4)
@@ -100,12 +103,19 @@ def shard(
         )
     if optimizer is not None:
         check_elementwise(optimizer, elementwise)
-    predicted_s = None
+    candidate = None
     if plan == "auto":
         from shardwise import auto
 
-        candidate = auto.choose(model, levels=levels, micro_batch=micro_batch, seq=seq)
-        plan, predicted_s = candidate.plan, candidate.step_s
+        candidate = auto.choose(
+            model,
+            levels=levels,
+            micro_batch=micro_batch,
+            accumulate=accumulate,
+            seq=seq,
+            loss=auto.Loss.NONE if lossless else auto.Loss.SAFE,
+        )
+        plan = candidate.plan
     chosen = load_plan(plan)
     device = build.target_device(model)
     if device.type == "cpu":
@@ -127,9 +137,8 @@ def shard(
             runtime.homes.close()
             raise
     watch(runtime, elementwise)
-    trained = next((unit.name for unit in runtime.units if unit.trained), None)
-    if predicted_s is not None and trained is not None and place.rank == 0:
-        runtime.observers.append(auto.Comparison(trained, predicted_s))
+    if candidate is not None:
+        auto.compare_soon(runtime, candidate)
     _runtimes[model] = weakref.ref(runtime)
     weakref.finalize(model, grid.end_lanes)
     weakref.finalize(model, runtime.homes.close)

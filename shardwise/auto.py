@@ -18,8 +18,10 @@ from shardwise.model.facts import ModuleFacts, Run
 from shardwise.plan.schedule import Kind, Op
 from shardwise.planner.search import Candidate, Request, overflows, search
 from shardwise.planner.space import Batch, Loss
+from shardwise.planner.units import refine
 from shardwise.probe.cache import cached_probe
 from shardwise.probe.scope import DTYPES
+from shardwise.runtime.runtime import Runtime
 from shardwise.train.metrics import format_bytes
 
 
@@ -62,7 +64,7 @@ def choose(
         loss=loss,
         batch=Batch(micro_batch, accumulate),
     )
-    found = search(request, count=1)
+    found = search(request)
     if found.best is None:
         lack = next(overflows(found.smallest.estimate.memory, request)) if found.smallest else None
         amounts = (
@@ -75,9 +77,22 @@ def choose(
             f"No plan for {type(model).__name__} fits this machine{amounts}: use more ranks, "
             "a smaller micro-batch, or the preset infinity with a disk."
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(describe(found.best, found.num_plans), file=sys.stderr)
-    return found.best
+    best = refine(request, found.best)
+    if _is_first():
+        print(describe(best, found.num_plans), file=sys.stderr)
+    return best
+
+
+def compare_soon(runtime: Runtime, chosen: Candidate) -> None:
+    """After some steps it is told how long they take beside what was predicted."""
+    trained = next((unit.name for unit in runtime.units if unit.trained), None)
+    if trained is not None and _is_first():
+        comparison = Comparison(trained, chosen.step_s, chosen.batch.accumulate)
+        runtime.observers.append(comparison)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def describe(chosen: Candidate, num_plans: int) -> str:
@@ -87,10 +102,11 @@ def describe(chosen: Candidate, num_plans: int) -> str:
     encoded = ", ".join(f"{name} {wire}" for name, wire in wires.items() if wire)
     hidden = {use: seconds / estimate.step_s for use, seconds in estimate.exposed.items()}
     largest = sorted(hidden, key=lambda use: -hidden[use])[:3]
+    apart = f", {len(plan.overrides)} units apart" if plan.overrides else ""
     return (
         f"auto: P={plan.params.spread} G={plan.grads.spread} OS={plan.optim.spread} "
         f"keep={plan.keep}, activations {plan.activations}, "
-        f"wires {encoded or 'raw'}; best of {num_plans} plans\n"
+        f"wires {encoded or 'raw'}{apart}; best of {num_plans} plans\n"
         f"auto: {estimate.step_s:.3f} s a step predicted ("
         + ", ".join(f"{use} {hidden[use]:.0%}" for use in largest)
         + f"), {format_bytes(estimate.memory.total)} a rank"
@@ -104,8 +120,8 @@ class Comparison:
     many micro-batches they have.
     """
 
-    def __init__(self, unit: str, predicted_s: float) -> None:
-        self._unit, self._predicted_s = unit, predicted_s
+    def __init__(self, unit: str, predicted_s: float, accumulate: int = 1) -> None:
+        self._unit, self._predicted_s, self._accumulate = unit, predicted_s, accumulate
         self._passes = 0
         self._ended: list[float] = []
 
@@ -121,10 +137,10 @@ class Comparison:
             self._passes = 0
 
     def _found(self) -> str:
-        if self._passes > 1:
+        if self._passes != self._accumulate:
             return (
-                f"auto: steps have {self._passes} micro-batches and were predicted for one, so "
-                "that predicted and measured are not compared"
+                f"auto: steps have {self._passes} micro-batches and were predicted for "
+                f"{self._accumulate}, so that predicted and measured are not compared"
             )
         steps = [end - begin for begin, end in pairwise(self._ended[WARM_UP:])]
         median = statistics.median(steps)

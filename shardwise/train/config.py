@@ -103,6 +103,8 @@ class TrainConfig(_Section):
 
     plan: str = "zero3"
     """The name of a preset, the path of a plan's TOML file, or ``auto``."""
+    lossless: bool = False
+    """Under ``auto``: no hop in fewer bits than the model has."""
     nvme: str | None = None
     """A folder on a disk, for plans that rest states there; in place of the plan's tiers.path."""
     levels: str | None = None

@@ -19,9 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
+from shardwise.api import runtime_of
+from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import ShardwiseError
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan
+from shardwise.planner.search import Candidate
+from shardwise.planner.space import Loss
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (
@@ -95,7 +99,7 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         config, model, rank=dist.get_rank(), world=dist.get_world_size()
     )
     optimizer: Optimizer = build_optimizer(model, config.optim)
-    plan, predicted_s = _choose_plan(config, model)
+    plan, chosen = _choose_plan(config, model)
     if config.nvme is not None:
         plan = replace(plan, tiers=replace(plan.tiers, path=config.nvme))
     if plan.tiers.update == "backward" and config.train.clip:
@@ -104,6 +108,8 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
             "the plan updates in backward; set train.clip = 0, or tiers.update = 'step'"
         )
     model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
+    if chosen is not None:
+        compare_soon(runtime_of(model), chosen)
     # Weights are the same on every rank; dropout should not be.
     torch.manual_seed(config.train.seed + 1 + dist.get_rank())
     return Job(
@@ -115,16 +121,19 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         validation=validation_batches,
         num_parameters=num_parameters,
         device=torch.accelerator.current_accelerator() or torch.device("cpu"),
-        predicted_s=predicted_s,
+        predicted_s=chosen.step_s if chosen is not None else None,
     )
 
 
-def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, float | None]:
-    """The plan that the job names, or the planner's choice and how long it says a step takes."""
+def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, Candidate | None]:
+    """The plan that the job names, or the planner's choice and what it predicts."""
     if config.plan != "auto":
+        if config.lossless:
+            raise ConfigError(
+                f"lossless is for plan = 'auto'; {config.plan} has wires of its own, so remove one "
+                "of both"
+            )
         return load_plan(config.plan), None
-    from shardwise.auto import choose
-
     batching = config.batching(dist.get_world_size())
     chosen = choose(
         model,
@@ -133,8 +142,9 @@ def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, float | N
         accumulate=batching.accumulation,
         seq=config.train.seq,
         path=config.nvme or "",
+        loss=Loss.NONE if config.lossless else Loss.SAFE,
     )
-    return chosen.plan, chosen.step_s
+    return chosen.plan, chosen
 
 
 def build_batches(

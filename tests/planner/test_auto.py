@@ -50,10 +50,11 @@ def check_training(cache: str) -> None:
         choose = auto.choose
 
         def quickly(model, **options):
-            return choose(model, **options, loss=Loss.NONE, run=run_on_loss, quick=True)
+            assert options["loss"] is Loss.NONE
+            return choose(model, **options, run=run_on_loss, quick=True)
 
         monkeypatch.setattr(auto, "choose", quickly)
-        sw.shard(model, optimizer, plan="auto", levels="world=2", seq=8)
+        sw.shard(model, optimizer, plan="auto", levels="world=2", seq=8, lossless=True)
     assert not runtime_of(model).plan.is_lossy("float32")
     for step in range(3):
         loss = lm_loss(model, *mine(*batch(step)))
@@ -80,12 +81,12 @@ def test_a_dtype_that_no_probe_measures_is_named():
         auto.choose(torch.nn.Linear(2, 2).double(), seq=8)
 
 
-def told(passes: int, capsys, steps: int = 12) -> list[str]:
+def told(passes: int, capsys, steps: int = 12, accumulate: int = 1) -> list[str]:
     model = make(TinyGPT, torch.float32)
     optimizer = adamw(model)
     sw.shard(model, optimizer, plan="zero3")
     runtime = runtime_of(model)
-    runtime.observers.append(auto.Comparison(runtime.root.name, 2.0))
+    runtime.observers.append(auto.Comparison(runtime.root.name, 2.0, accumulate))
     for step in range(steps):
         for _ in range(passes - 1):
             with sw.no_sync(model):
@@ -96,11 +97,26 @@ def told(passes: int, capsys, steps: int = 12) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("auto: ")]
 
 
-def test_predicted_and_measured_are_compared_once(capsys):
-    (line,) = told(1, capsys)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_predicted_and_measured_are_compared_once(capsys, passes):
+    (line,) = told(passes, capsys, accumulate=passes)
     assert re.fullmatch(r"auto: \d\.\d{3} s a step measured \(median of 5\), 2\.000 predicted: \+\d+%", line)  # fmt: skip
 
 
 def test_steps_of_several_micro_batches_are_not_compared(capsys):
     (line,) = told(2, capsys)
-    assert "2 micro-batches and were predicted for one" in line
+    assert "2 micro-batches and were predicted for 1" in line
+
+
+def test_single_units_are_looked_at_as_well(one, tmp_path):
+    (asked,) = one.run(refined, str(tmp_path))
+    assert asked == 1
+
+
+def refined(cache: str) -> int:
+    asked = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        monkeypatch.setattr(auto, "refine", lambda _, best: asked.append(best) or best)
+        auto.choose(make(TinyGPT, torch.float32), seq=8, run=run_on_loss, quick=True)
+    return len(asked)
