@@ -7,13 +7,16 @@ TEXT, FAINT, RULE, GRID = "#22272e", "#69717a", "#d0d5da", "#eef0f2"
 LINES = (ACCENT, MARK, "#3c8d5a", "#b7791f", "#7b5ea7", "#2a8c99", FAINT)
 """Colours of lines that must be told apart, in the order in which they are used."""
 
+FONTS = "Helvetica, Arial, DejaVu Sans, Liberation Sans, Noto Sans, sans-serif"
+"""Some that every system has: what draws PNGs knows no default of its own."""
+
 
 def document(width: float, height: float, parts: list[str]) -> str:
     """The whole text of a file, on white."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-            f'viewBox="0 0 {width:g} {height:g}" font-family="Helvetica, Arial, sans-serif">',
+            f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}">',
             f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
             *parts,
             "</svg>\n",

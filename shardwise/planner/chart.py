@@ -103,13 +103,14 @@ def draw_lines(
 
 
 def write_chart(path: Path, svg: str) -> None:
-    """Writes a chart as .svg, or where cairosvg is installed as .png."""
+    """Writes a chart as .svg, or where resvg_py is installed as .png."""
     check_chart(path)
     try:
         if path.suffix == ".svg":
             path.write_text(svg, encoding="utf-8")
         else:
-            importlib.import_module("cairosvg").svg2png(svg.encode(), write_to=str(path), scale=2)
+            drawn = importlib.import_module("resvg_py").svg_to_bytes(svg_string=svg, zoom=2)
+            path.write_bytes(bytes(drawn))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
 
@@ -118,11 +119,11 @@ def check_chart(path: Path) -> None:
     """Raises where a chart of this name cannot be made, before there is one."""
     if path.suffix == ".png":
         try:
-            importlib.import_module("cairosvg")
-        except (ImportError, OSError):  # the latter where its C library is missing
+            importlib.import_module("resvg_py")
+        except ImportError:
             raise UsageError(
-                f"{path} needs cairosvg, which is not installed; use "
-                f"{path.with_suffix('.svg').name}, or pip install cairosvg."
+                f"{path} needs resvg_py, which is not installed; use "
+                f"{path.with_suffix('.svg').name}, or pip install resvg_py."
             ) from None
     elif path.suffix != ".svg":
         raise UsageError(f"{path} is no name of a chart; use one that ends in .svg or .png.")

@@ -135,6 +135,8 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     svg = draw_lines(SERIES, "", "", "")
     write_chart(tmp_path / "a.svg", svg)
     assert (tmp_path / "a.svg").read_text() == svg
+    write_chart(tmp_path / "a.png", svg)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match=r"ends in \.svg or \.png"):
         write_chart(tmp_path / "a.pdf", svg)
     with pytest.raises(UsageError, match="cannot be written"):
@@ -144,5 +146,5 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(chart.importlib, "import_module", missing)
-    with pytest.raises(UsageError, match=r"needs cairosvg.*use a\.svg"):
+    with pytest.raises(UsageError, match=r"needs resvg_py.*use a\.svg"):
         write_chart(tmp_path / "a.png", svg)
