@@ -18,6 +18,7 @@ from shardwise.planner.space import mixed
 JOINT_CLUSTERS = {
     "a800-amsp": ("bfloat16", 4096),
     "dgx2-v100": ("float16", 2048),
+    "dgx2-v100-100g": ("float16", 2048),
     "4090-10g": ("bfloat16", 2048),
 }
 JOINT_MODELS = ("llama-7b", "llama-30b", "llama2-70b")
