@@ -3,9 +3,10 @@
     python benchmarks/planner.py                        # two hours: two grids, four rates
     python benchmarks/planner.py --grids 2x2 --rates 200mbit --rounds 1
     python benchmarks/planner.py --memory               # peak memory instead of time
+    python benchmarks/planner.py --predict              # the same turns, predicted anew: no root
 
-Every rate is probed, predicted and measured in one go. Results are appended to a file; the tables
-are made of all that it has.
+Every rate is probed, predicted and measured in one go. Results are appended to a file, and what was
+probed and chosen is kept beside it; the tables are made of all that it has.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from shardwise.bench.accuracy import (
     compare,
     footprints,
     plans,
+    predict_again,
     read,
     summarise,
     write,
@@ -47,8 +49,16 @@ def main() -> None:
     parser.add_argument("--plans", default=",".join(plans()))
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--results", type=Path, help="default: results/planner*.jsonl")
-    parser.add_argument("--clusters", type=Path, help="a folder for the probed clusters")
+    parser.add_argument(
+        "--clusters",
+        type=Path,
+        default=ROOT / "results" / "planner",
+        help="a folder for the probed clusters and the chosen plans",
+    )
     parser.add_argument("--show", action="store_true", help="only the tables of what is there")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict what is there again, from these clusters"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if unknown := set(args.plans.split(",")) - set(plans()):
@@ -56,12 +66,18 @@ def main() -> None:
     name = "planner-memory.jsonl" if args.memory else "planner.jsonl"
     args.results = args.results or ROOT / "results" / name
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    if args.clusters:
-        args.clusters.mkdir(parents=True, exist_ok=True)
     errors = Console(stderr=True, highlight=False)
-    if not args.show:
+    model = args.model or ("gpt-small" if args.memory else "gpt-mini")
+    if args.predict:
+        before = read(args.results, Comparison)
+        again = list(predict_again(before, args.clusters, model=model, seq=args.seq))
+        args.results.unlink()
+        for one in again:
+            write(args.results, one)
+    elif not args.show:
+        args.clusters.mkdir(parents=True, exist_ok=True)
         setup = Setup(
-            model=args.model or ("gpt-small" if args.memory else "gpt-mini"),
+            model=model,
             seq=args.seq,
             grids=tuple(_grid(text) for text in args.grids.split(",")),
             rates=tuple(Rate.parse(text) for text in args.rates.split(",")),

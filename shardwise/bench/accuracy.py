@@ -21,9 +21,9 @@ from shardwise.bench.messages import Build, Call, Drop, Measured, Returned, Sett
 from shardwise.bench.probe import probe_job
 from shardwise.core import cluster as described
 from shardwise.core.topology import Topology
-from shardwise.cost.file import dump_cluster
+from shardwise.cost.file import dump_cluster, load_cluster
 from shardwise.plan import presets
-from shardwise.plan.file import dump_plan
+from shardwise.plan.file import dump_plan, load_plan
 from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, StatePlan
 from shardwise.planner.search import Request, evaluate, search
@@ -145,9 +145,9 @@ def compare(
                 found = probe_job(job, levels=tried.levels, quick=setup.quick)
                 chosen = tried.choose(found)
                 if keep is not None:
-                    name = f"{nodes}x{ranks}-{rate}"
-                    (keep / f"{name}.toml").write_text(dump_cluster(found), encoding="utf-8")
-                    (keep / f"{name}-{CHOSEN}.toml").write_text(dump_plan(chosen), encoding="utf-8")
+                    file = _cluster_file(keep, tried.levels, str(rate))
+                    file.write_text(dump_cluster(found), encoding="utf-8")
+                    _chosen_file(file).write_text(dump_plan(chosen), encoding="utf-8")
                 for one in tried.at_rate(found):
                     tell(
                         f"{nodes} x {ranks}, {rate}: {one.plan} predicted {one.predicted_s:.2f}, "
@@ -155,6 +155,30 @@ def compare(
                     )
                     yield replace(one, rate=str(rate))
             job.leave()
+
+
+def predict_again(
+    found: Sequence[Comparison], kept: Path, *, model: str, seq: int
+) -> Iterator[Comparison]:
+    """The same turns beside what the simulator says now of the clusters that were kept."""
+    facts = facts_of(model)
+    for one in found:
+        file = _cluster_file(kept, one.grid, one.rate)
+        cluster = load_cluster(file)
+        plan = load_plan(_chosen_file(file)) if one.plan == CHOSEN else plans()[one.plan]
+        request = Request(facts=facts, cluster=cluster, global_batch=cluster.world, seq=seq)
+        estimate = evaluate(request, plan, Batch(1, 1)).estimate
+        yield replace(one, predicted_s=estimate.step_s, exposed=estimate.exposed)
+
+
+def _cluster_file(folder: Path, grid: str, rate: str) -> Path:
+    nodes, ranks = (Topology.parse(grid).levels[i].size for i in (1, 0))
+    return folder / f"{nodes}x{ranks}-{rate}.toml"
+
+
+def _chosen_file(cluster_file: Path) -> Path:
+    """Of the plan that was chosen there."""
+    return cluster_file.with_name(f"{cluster_file.stem}-{CHOSEN}.toml")
 
 
 def footprints(setup: Setup, tell: Callable[[str], None]) -> Iterator[Footprint]:

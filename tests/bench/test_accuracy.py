@@ -15,6 +15,7 @@ from shardwise.bench.accuracy import (
     finalists,
     footprints,
     plans,
+    predict_again,
     read,
     summarise,
     write,
@@ -110,7 +111,11 @@ def test_a_short_run(real_network: None, tmp_path: Path) -> None:
     assert [each.plan for each in found] == ["zero3", "ddp", CHOSEN]
     assert all(each.predicted_s > 0 and each.measured_s > 0 for each in found)
     assert all(math.isclose(sum(each.exposed.values()), each.predicted_s) for each in found)
-    assert [file.name for file in tmp_path.iterdir()] == ["2x1-50mbit.toml"]
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["2x1-50mbit-auto.toml", "2x1-50mbit.toml"]
+    # What was kept is all that a prediction is made of.
+    spoiled = [replace(each, predicted_s=0.0, exposed={}) for each in found]
+    assert list(predict_again(spoiled, tmp_path, model="gpt-tiny", seq=16)) == found
     assert any("probing" in line for line in told)
 
 
