@@ -64,7 +64,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Search all legal plans for the fastest that fits, and explain the choice.
+    """Search the legal plans for the fastest that fits, and explain the choice.
 
     Spreads of P, G and OS, what is kept, wire formats, tiers, activations and micro-batches are
     searched together; every figure is a simulation of the plan's own schedule.

@@ -35,7 +35,8 @@ def probe(
     """Measure links, compute, memory and disk of this cluster, for plans that fit it.
 
     All ranks measure at once, as they will train. The result is kept in the user's cache folder,
-    where later plans for the same machines find it. It takes a minute or so.
+    where plan="auto" on the same ranks finds it; -o writes it for shardwise plan. It takes a minute
+    or so.
 
     Examples:
 
