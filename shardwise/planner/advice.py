@@ -1,7 +1,7 @@
 """What a planner says beside the plan: why it wins, what binds, and what more would buy."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwise.core.cluster import Cluster, Curve, LinkSpec
 from shardwise.core.errors import PlanError
@@ -40,21 +40,22 @@ class WhatIf:
     speed_up: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A plan and the reasons for it."""
+    """A plan and the reasons for it; or why there is none."""
 
     request: Request
     result: Result
-    best: Candidate | None
-    front: tuple[Candidate, ...]
+    best: Candidate | None = None
+    """None: nothing fits."""
+    front: tuple[Candidate, ...] = ()
     """Best plans for less and less memory: nothing else is both faster and smaller."""
-    presets: dict[str, Candidate]
+    presets: dict[str, Candidate] = field(default_factory=dict)
     """What people would choose by name, whether it fits or not."""
-    left_out: dict[str, str]
+    left_out: dict[str, str] = field(default_factory=dict)
     """The presets that cannot be compared here, each with the reason."""
-    what_ifs: tuple[WhatIf, ...]
-    binds: str
+    what_ifs: tuple[WhatIf, ...] = ()
+    binds: str = "memory"
     """What keeps the best plan from being faster, as a sentence."""
     choices: tuple[Choice, ...] = ()
     """Why the best plan wins: what each of its choices saves."""
@@ -77,14 +78,8 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
     if result.best is None:
         tell("what would make it fit")
         return Advice(
-            request,
-            result,
-            None,
-            (),
-            {},
-            {},
-            (),
-            "memory",
+            request=request,
+            result=result,
             peak=peak_of(request, result.smallest) if result.smallest else None,
             remedies=tuple(_remedies(request)),
         )
@@ -96,22 +91,21 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
     chosen = rank([best, *smaller])[0]
     if chosen is not best:
         best = refine(request, chosen)
-    front = _front([best, *smaller])
     tell("presets")
     named, left_out = _presets(request, best.batch)
     what_ifs = tuple(_what_ifs(request, looking, best, tell))
     tell("what other choices would cost")
     return Advice(
-        request,
-        result,
-        best,
-        front,
-        named,
-        left_out,
-        what_ifs,
-        _binds(best, what_ifs),
-        other_choices(request, looking, best),
-        peak_of(request, best),
+        request=request,
+        result=result,
+        best=best,
+        front=_front([best, *smaller]),
+        presets=named,
+        left_out=left_out,
+        what_ifs=what_ifs,
+        binds=_binds(best, what_ifs),
+        choices=other_choices(request, looking, best),
+        peak=peak_of(request, best),
     )
 
 

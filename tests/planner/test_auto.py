@@ -1,6 +1,10 @@
 """plan="auto": probed, planned, and then trained as one plain process would."""
 
+import io
 import re
+from contextlib import redirect_stderr
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +124,38 @@ def refined(cache: str) -> int:
         monkeypatch.setattr(auto, "refine", lambda _, best: asked.append(best) or best)
         auto.choose(make(TinyGPT, torch.float32), seq=8, run=run_on_loss, quick=True)
     return len(asked)
+
+
+def trained_by_auto(folder: str) -> tuple[str, dict]:
+    """The trainer on a plan of its own choice, with a probe that takes no minute."""
+    from shardwise.train import loop
+    from tests.train.test_train_loop import job
+
+    changes = {"plan": "auto", "lossless": True, "train.steps": 9, "train.eval_every": 0}
+    config = job(Path(folder), **changes, workers=1)
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stderr(told):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        monkeypatch.setattr(loop, "choose", partial(auto.choose, quick=True))
+        output = Path(folder) / "run"
+        output.mkdir()
+        summary = loop.train(config, output)
+    return told.getvalue(), summary.to_dict()
+
+
+def test_the_trainer_compares_after_some_steps(one, tmp_path):
+    ((told, summary),) = one.run(trained_by_auto, str(tmp_path), limit_s=120)
+    lines = [line for line in told.splitlines() if line.startswith("auto: ")]
+    assert lines[0].startswith("auto: P=")
+    assert re.search(r"measured \(median of 5\), .* predicted", lines[-1])  # two micro-batches each
+    assert summary["predicted_step_s"] > 0
+
+
+def test_lossless_is_for_auto_only(tmp_path):
+    from shardwise.train import loop
+    from shardwise.train.config import ConfigError
+    from tests.train.test_train_loop import job
+
+    config = job(tmp_path, plan="zero3", lossless=True)
+    with pytest.raises(ConfigError, match="lossless is for plan = 'auto'"):
+        loop._choose_plan(config, torch.nn.Linear(2, 2))
