@@ -305,8 +305,10 @@ GROUPS = (
         "was set up is not published, so all are shown.",
         "A ring of 1024 ranks takes 4.8 ms however short the message is, and a layer of 7 "
         "matrices takes 21 of them: matrix by matrix that costs ZeRO-3 a factor of 2 to 4. Even "
-        "the slowest way is three to four times too fast for ZeRO-3; we do not know what the rest "
-        "is. MiCS is right matrix by matrix for 7B, and 1.4 to 1.5 times too fast for the others.",
+        "the slowest way is three to four times too fast for ZeRO-3 and five to seven times for "
+        "ZeRO++, which ought to gain from its copies in the node and did not; we do not know what "
+        "the rest is. MiCS is right matrix by matrix for 7B, and 1.4 to 1.5 times too fast for the "
+        "others.",
         variant_rows,
     ),
     Group(

@@ -155,11 +155,12 @@ GROUPS = (
         "What the joint space buys on 1024 GPUs",
         "One sequence a GPU. Each paper's own space on the device, in our engine (hops by level, "
         "overlap), against what the search finds in all of ours.",
-        "On fast networks it buys 0 to 3 % by this simulator, which however hides more than was "
-        "measured there (B2). On 10 Gb it buys 1.5 to 2.5 over ZeRO++'s space, and 4.0 to 5.6 "
-        "over AMSP's and MiCS's; the latter is mostly few bits, which these two do not allow "
-        "themselves. Plans within 1 % are equal for the search; a ratio below 0.99 would be a "
-        "plan that it missed.",
+        "On fast networks it buys 0 to 4 % by this simulator, which however hides more than was "
+        "measured there (B2). On DGX-2s with one link of 100 Gb, as ZeRO++ has them, it buys 1.12 "
+        "to 1.19 over ZeRO++'s space, 1.3 to 1.7 over AMSP's and 1.6 to 2.0 over MiCS's; on 10 Gb "
+        "1.5 to 2.5 over ZeRO++'s, and 4.0 to 5.6 over the others'. The latter is mostly few bits, "
+        "which these two do not allow themselves. Plans within 1 % are equal for the search; a "
+        "ratio below 0.99 would be a plan that it missed.",
         joint_rows,
     ),
 )
