@@ -25,7 +25,7 @@ from shardwise.planner.units import refine
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.18, 0.125)
 """Of the memory, for the front: what could be had with less."""
-BRIEFLY = 8
+BRIEFLY = 12
 """The patience of searches in other circumstances, which begin with what is best in these."""
 WORTH = 0.02
 """A gain below this share of the step is none."""

@@ -328,7 +328,10 @@ class _Space:
             for candidate in self._members(family)
             if not any(overflows(candidate.estimate.memory, self._request, limit))
         )
-        seen.add(family, fitting)
+        known = len(self._estimates)
+        is_faster = seen.add(family, fitting)
+        # What was simulated before costs no patience.
+        seen.idle = 0 if is_faster else seen.idle + (len(self._estimates) > known)
         self._progress(len(self._estimates))
 
     # --- families -----------------------------------------------------------------------------
@@ -586,24 +589,24 @@ class _Seen:
         """Of each partitioning."""
         self.fastest = math.inf
         self.idle = 0
-        """Families since the last one that was faster."""
+        """Families that were simulated since the last one that was faster."""
         self._centre: _Family | None = None
         self._steps: list[tuple[float, Plan, Batch]] = []
         """The fastest of each family, in the order of looking."""
 
-    def add(self, family: _Family, members: Iterator[Candidate]) -> None:
+    def add(self, family: _Family, members: Iterator[Candidate]) -> bool:
+        """Whether something in the family is clearly faster than all before."""
         self.ids.add(id(family))
-        self.idle += 1
+        before = self.fastest
         fastest = math.inf
         for candidate in members:
             fastest = min(fastest, candidate.step_s)
             key, best = _partitioning(candidate.plan), self.best
             best[key] = rank([candidate, best[key]])[0] if key in best else candidate
-            if candidate.step_s < (1 - NEAR) * self.fastest:
-                self.idle = 0
             if candidate.step_s < self.fastest:
                 self.fastest, self._centre = candidate.step_s, family
         self._steps.append((fastest, family.plan, family.batch))
+        return fastest < (1 - NEAR) * before
 
     def leaders(self) -> list[tuple[Plan, Batch]]:
         """The families that were fastest."""
@@ -612,9 +615,10 @@ class _Seen:
 
     def is_beside(self, family: _Family) -> bool:
         """Whether it differs from the fastest in one choice, could be faster, and is new."""
-        if id(family) in self.ids or family.bound_s >= (1 - TOLERANCE) * self.fastest:
+        if self._centre is None or id(family) in self.ids:
             return False
-        assert self._centre is not None
+        if family.bound_s >= (1 - TOLERANCE) * self.fastest:
+            return False
         pairs = zip(family.choices, self._centre.choices, strict=True)
         return sum(mine != its for mine, its in pairs) == 1
 
