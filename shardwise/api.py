@@ -116,6 +116,11 @@ def shard(
             loss=auto.Loss.NONE if lossless else auto.Loss.SAFE,
         )
         plan = candidate.plan
+    elif lossless:
+        raise UsageError(
+            "lossless=True is for plan='auto'; this plan has wires of its own, so leave lossless "
+            "away, or change its wires."
+        )
     chosen = load_plan(plan)
     device = build.target_device(model)
     if device.type == "cpu":

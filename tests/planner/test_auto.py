@@ -151,6 +151,11 @@ def test_the_trainer_compares_after_some_steps(one, tmp_path):
     assert summary["predicted_step_s"] > 0
 
 
+def test_lossless_does_not_change_a_plan_silently():
+    with pytest.raises(UsageError, match="lossless=True is for plan='auto'"):
+        sw.shard(torch.nn.Linear(2, 2), plan="zeropp", lossless=True)
+
+
 def test_lossless_is_for_auto_only(tmp_path):
     from shardwise.train import loop
     from shardwise.train.config import ConfigError
