@@ -1,8 +1,14 @@
 """How well the planner predicts: plans on an emulated cluster, simulated and then really trained.
 
 At every rate of the slow link the ranks that will train are probed first, and the planner chooses.
-Then its choice and a list of other plans take turns; those that might be the fastest take more. A
-prediction is made of the probe and of nothing else.
+Then its choice and a list of other plans take turns; those that might be the fastest meet in
+finals. A prediction is made of probes and of nothing else.
+
+[Note: A machine that changes its pace]
+Machines that others share work faster or slower by a fifth within seconds, and by as much within
+minutes. So a plan's step takes the median of its steps, as a probe's points are medians; and ranks
+are probed before, between and after the turns. Predictions are made of these probes' median, and
+beside that of the first alone, which the choice is made of.
 """
 
 import json
@@ -18,10 +24,11 @@ from typing import TypeVar
 from shardwise.bench.cluster import Cluster, Rate, signals_raised
 from shardwise.bench.jobs import Job
 from shardwise.bench.messages import Build, Call, Drop, Measured, Returned, Setting, Turn
-from shardwise.bench.probe import probe_job
+from shardwise.bench.probe import median_of, probe_job
 from shardwise.core import cluster as described
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster, load_cluster
+from shardwise.cost.simulate import Estimate
 from shardwise.plan import presets
 from shardwise.plan.file import dump_plan, load_plan
 from shardwise.plan.memory import memory
@@ -31,11 +38,16 @@ from shardwise.planner.space import Batch
 from shardwise.train.facts import facts_of
 
 CHOSEN = "auto"
-TURN_S = 4.0
+TURN_S = 6.0
 MOST_STEPS = 5
 FINALISTS = 3
+MEETINGS = 5
+"""Of finalists, for every round that there was."""
+MEETING_S = 3.0
 NEAR = 1.15
 """Plans that took up to so many times the chosen one's seconds might be as fast."""
+Turns = dict[str, list[float]]
+"""Seconds of steps by plan."""
 FIXED = ("zero1", "zero2", "zero3", "fsdp", "hsdp", "zeropp")
 """Strategies that people choose without looking at the cluster."""
 
@@ -81,12 +93,16 @@ class Comparison:
     rate: str
     plan: str
     predicted_s: float
+    first_s: float
+    """What the first probe alone predicts."""
     measured_s: float
-    """The median of its turns."""
+    """The median of its steps."""
     exposed: dict[str, float]
     """What the prediction is made of."""
-    turns: Sequence[float]
-    """Seconds of a step, turn by turn; finalists have more."""
+    steps: Sequence[float]
+    """Seconds of each step that was timed, of all turns."""
+    finals: Sequence[float] = ()
+    """Seconds of a step, meeting by meeting, of those that might be the fastest."""
 
     @property
     def error(self) -> float:
@@ -141,16 +157,13 @@ def compare(
                 tried.add(name, plans()[name])
             for rate in setup.rates:
                 cluster.shape(rate)
-                tell(f"{nodes} x {ranks}, {rate}: probing")
-                found = probe_job(job, levels=tried.levels, quick=setup.quick)
-                chosen = tried.choose(found)
+                where = f"{nodes} x {ranks}, {rate}"
+                tried.run(where, tell)
                 if keep is not None:
-                    file = _cluster_file(keep, tried.levels, str(rate))
-                    file.write_text(dump_cluster(found), encoding="utf-8")
-                    _chosen_file(file).write_text(dump_plan(chosen), encoding="utf-8")
-                for one in tried.at_rate(found):
+                    tried.keep(_Kept(keep, tried.levels, str(rate)))
+                for one in tried.comparisons():
                     tell(
-                        f"{nodes} x {ranks}, {rate}: {one.plan} predicted {one.predicted_s:.2f}, "
+                        f"{where}: {one.plan} predicted {one.predicted_s:.2f}, "
                         f"measured {one.measured_s:.2f} s"
                     )
                     yield replace(one, rate=str(rate))
@@ -163,22 +176,25 @@ def predict_again(
     """The same turns beside what the simulator says now of the clusters that were kept."""
     facts = facts_of(model)
     for one in found:
-        file = _cluster_file(kept, one.grid, one.rate)
-        cluster = load_cluster(file)
-        plan = load_plan(_chosen_file(file)) if one.plan == CHOSEN else plans()[one.plan]
-        request = Request(facts=facts, cluster=cluster, global_batch=cluster.world, seq=seq)
-        estimate = evaluate(request, plan, Batch(1, 1)).estimate
-        yield replace(one, predicted_s=estimate.step_s, exposed=estimate.exposed)
+        files = _Kept(kept, one.grid, one.rate)
+        plan = load_plan(files.chosen) if one.plan == CHOSEN else plans()[one.plan]
+        estimates = []
+        for file in (files.median, files.first):
+            cluster = load_cluster(file)
+            request = Request(facts=facts, cluster=cluster, global_batch=cluster.world, seq=seq)
+            estimates.append(evaluate(request, plan, Batch(1, 1)).estimate)
+        now, first = estimates
+        yield replace(one, predicted_s=now.step_s, first_s=first.step_s, exposed=now.exposed)
 
 
-def _cluster_file(folder: Path, grid: str, rate: str) -> Path:
-    nodes, ranks = (Topology.parse(grid).levels[i].size for i in (1, 0))
-    return folder / f"{nodes}x{ranks}-{rate}.toml"
+class _Kept:
+    """The files of what was probed and chosen on one cluster."""
 
-
-def _chosen_file(cluster_file: Path) -> Path:
-    """Of the plan that was chosen there."""
-    return cluster_file.with_name(f"{cluster_file.stem}-{CHOSEN}.toml")
+    def __init__(self, folder: Path, grid: str, rate: str) -> None:
+        nodes, ranks = (Topology.parse(grid).levels[i].size for i in (1, 0))
+        self.median, self.first, self.chosen = (
+            folder / f"{nodes}x{ranks}-{rate}{what}.toml" for what in ("", "-first", f"-{CHOSEN}")
+        )
 
 
 def footprints(setup: Setup, tell: Callable[[str], None]) -> Iterator[Footprint]:
@@ -235,61 +251,102 @@ class _Trial:
         path.write_text(dump_plan(plan), encoding="utf-8")
         self._plans[name] = (str(path), plan)
 
-    def choose(self, cluster: described.Cluster) -> Plan:
-        """What the planner would take; it takes part as well."""
-        best = search(self._request(cluster)).best
-        assert best is not None, "a small model fits"
-        self.add(CHOSEN, best.plan)
-        return best.plan
+    def run(self, where: str, tell: Callable[[str], None]) -> None:
+        """Probes, chooses, and lets the plans take turns at the rate that links have now."""
+        tell(f"{where}: probing")
+        self._probes = [self._probe()]
+        found = search(self._request(self._probes[0])).best
+        assert found is not None, "a small model fits"
+        self.add(CHOSEN, found.plan)
+        expected = {name: one.step_s for name, one in self._estimates(self._probes[0]).items()}
+        self._steps: Turns = {name: [] for name in self._plans}
+        for number in range(self._setup.rounds):
+            tell(f"{where}: round {number + 1} of {self._setup.rounds}")
+            for name in self._plans:
+                self._steps[name] += self._turn(name, expected[name])
+            if number == (self._setup.rounds - 1) // 2:
+                tell(f"{where}: probing again")
+                self._probes.append(self._probe())
+        names = finalists(self._steps)
+        tell(f"{where}: finals of {', '.join(names) or 'nobody'}")
+        self._finals = self._meet(names, expected)
+        tell(f"{where}: probing at last")
+        self._probes.append(self._probe())
+
+    def comparisons(self) -> Iterator[Comparison]:
+        """Of what was probed and trained last."""
+        first = self._estimates(self._probes[0])
+        for name, estimate in self._estimates(median_of(self._probes)).items():
+            yield Comparison(
+                grid=self.levels,
+                rate="",
+                plan=name,
+                predicted_s=estimate.step_s,
+                first_s=first[name].step_s,
+                measured_s=statistics.median(self._steps[name]),
+                exposed=estimate.exposed,
+                steps=self._steps[name],
+                finals=self._finals.get(name, ()),
+            )
+
+    def keep(self, files: _Kept) -> None:
+        """All that predictions are made of."""
+        files.first.write_text(dump_cluster(self._probes[0]), encoding="utf-8")
+        files.median.write_text(dump_cluster(median_of(self._probes)), encoding="utf-8")
+        files.chosen.write_text(dump_plan(self._plans[CHOSEN][1]), encoding="utf-8")
+
+    def _probe(self) -> described.Cluster:
+        return probe_job(self._job, levels=self.levels, quick=self._setup.quick)
 
     def _request(self, cluster: described.Cluster) -> Request:
         return Request(
             facts=self._facts, cluster=cluster, global_batch=cluster.world, seq=self._setup.seq
         )
 
-    def at_rate(self, cluster: described.Cluster) -> Iterator[Comparison]:
-        """Predictions, and turns."""
+    def _estimates(self, cluster: described.Cluster) -> dict[str, Estimate]:
         request = self._request(cluster)
-        estimates = {
+        return {
             name: evaluate(request, plan, Batch(1, 1)).estimate
             for name, (_, plan) in self._plans.items()
         }
-        turns: Turns = {name: [] for name in self._plans}
-        for _ in range(self._setup.rounds):
-            for name in self._plans:
-                turns[name].append(self._turn(name, estimates[name].step_s))
-        finals = finalists(turns)
-        for _ in range(2 * self._setup.rounds):
-            for name in finals:
-                turns[name].append(self._turn(name, estimates[name].step_s))
-        for name, estimate in estimates.items():
-            yield Comparison(
-                grid=self.levels,
-                rate="",
-                plan=name,
-                predicted_s=estimate.step_s,
-                measured_s=statistics.median(turns[name]),
-                exposed=estimate.exposed,
-                turns=turns[name],
-            )
 
-    def _turn(self, name: str, expected_s: float) -> float:
-        """Seconds of a step. One plan lives at a time: each of gloo's groups has threads that wake
-        a hundred times a second, and those of 15 plans took half of two processors."""
-        path, _ = self._plans[name]
+    def _turn(self, name: str, expected_s: float) -> list[float]:
+        """Seconds of each step. One plan lives at a time: each of gloo's groups has threads that
+        wake a hundred times a second, and those of 15 plans took half of two processors."""
+        self._build(name)
         steps = max(1, min(MOST_STEPS, round(TURN_S / expected_s)))
-        self._job.ask(Build(path, self._setting))
         # The first step records orders and makes states; the second finds new buffers cold, which
         # matters where steps are short.
-        warm_up = 2 if steps > 1 else 1
+        found = self._train(name, 2 if steps > 1 else 1, steps)
+        self._drop(name)
+        return found
+
+    def _meet(self, names: Sequence[str], expected: dict[str, float]) -> Turns:
+        """Few plans live together here and change often: their ratios matter, not their seconds."""
+        for name in names:
+            self._build(name)
+            self._train(name, 1, 1)
+        found: Turns = {name: [] for name in names}
+        for _ in range(MEETINGS * self._setup.rounds if names else 0):
+            for name in names:
+                steps = max(1, round(MEETING_S / expected[name]))
+                found[name].append(statistics.median(self._train(name, 1, steps)))
+        for name in names:
+            self._drop(name)
+        return found
+
+    def _build(self, name: str) -> None:
+        self._job.ask(Build(self._plans[name][0], self._setting))
+
+    def _drop(self, name: str) -> None:
+        self._job.ask(Drop(self._plans[name][0]))
+
+    def _train(self, name: str, warm_up: int, steps: int) -> list[float]:
         # The simulator's step overlaps the refresh of the one before it, and so must these.
-        answers: list[Measured] = self._job.ask(Turn(path, warm_up, steps, drained=False))
-        self._job.ask(Drop(path))
-        return max(answer.seconds for answer in answers) / steps
-
-
-Turns = dict[str, list[float]]
-"""Seconds of a step by plan, turn by turn."""
+        turn = Turn(self._plans[name][0], warm_up, steps, drained=False)
+        answers: list[Measured] = self._job.ask(turn)
+        by_step = zip(*(answer.steps_s for answer in answers), strict=True)
+        return [statistics.mean(ranks) for ranks in by_step]
 
 
 def finalists(turns: Turns) -> list[str]:
@@ -310,6 +367,9 @@ class Accuracy:
 
     median_error: float
     worst_error: float
+    first_median_error: float
+    """Of what the first probe alone predicts."""
+    first_worst_error: float
     rank_correlation: float
     """Spearman's, of all plans on all clusters together."""
     least_correlation: float
@@ -321,12 +381,15 @@ class Accuracy:
 def summarise(found: Sequence[Comparison]) -> Accuracy:
     """The figures that the planner is judged by."""
     errors = [abs(one.error) for one in found]
+    firsts = [abs(one.first_s / one.measured_s - 1) for one in found]
     clusters = {(one.grid, one.rate): [] for one in found}  # type: dict[tuple[str, str], list[Comparison]]
     for one in found:
         clusters[one.grid, one.rate].append(one)
     return Accuracy(
         statistics.median(errors),
         max(errors),
+        statistics.median(firsts),
+        max(firsts),
         _correlation(found),
         min(_correlation(some) for some in clusters.values()),
         {key: _regret(some) for key, some in clusters.items()},
@@ -334,14 +397,15 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
 
 
 def _regret(found: Sequence[Comparison]) -> float:
-    """Of the finals, turn by turn: who is fastest of many in few turns was also lucky in them."""
-    rounds = min(len(one.turns) for one in found)
-    finals = {one.plan: one.turns[rounds:] for one in found if len(one.turns) > rounds}
-    finals = finals or {one.plan: one.turns for one in found}
+    """Of the finals, meeting by meeting: who is fastest of many in few steps was also lucky."""
+    finals = {one.plan: one.finals for one in found if one.finals}
+    if not finals:  # nobody came near
+        by_name = {one.plan: one.measured_s for one in found}
+        return by_name[CHOSEN] / min(by_name.values())
     chosen = finals.pop(CHOSEN)
     ratios = [
-        statistics.median(ours / theirs for ours, theirs in zip(chosen, turns, strict=True))
-        for turns in finals.values()
+        statistics.median(ours / theirs for ours, theirs in zip(chosen, seconds, strict=True))
+        for seconds in finals.values()
     ]
     return max([1.0, *ratios])
 

@@ -110,6 +110,8 @@ class Measured:
     """What one rank saw in the timed steps of a turn."""
 
     seconds: float
+    steps_s: tuple[float, ...]
+    """Each step from its beginning to its end."""
     loss: float
     """Of this rank's last step."""
     sent: Counted

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -103,11 +104,12 @@ def _train(entry: _Entry, turn: Turn) -> Measured:
     sent, received = _count("tx"), _count("rx")
     dist.barrier()
     begin = time.perf_counter()
-    loss = _run(entry, turn.steps, drained=turn.drained)
+    loss, ends = _run(entry, turn.steps, drained=turn.drained)
     dist.barrier()
     seconds = time.perf_counter() - begin
     entry.contender.drain()  # the next turn must not find this one's messages on the link
-    return Measured(seconds, loss, _count("tx") - sent, _count("rx") - received)
+    steps_s = tuple(end - before for before, end in pairwise([begin, *ends]))
+    return Measured(seconds, steps_s, loss, _count("tx") - sent, _count("rx") - received)
 
 
 def _call(message: Call) -> Returned:
@@ -115,16 +117,18 @@ def _call(message: Call) -> Returned:
     return Returned(getattr(importlib.import_module(module), function)(**message.arguments))
 
 
-def _run(entry: _Entry, steps: int, *, drained: bool) -> float:
+def _run(entry: _Entry, steps: int, *, drained: bool) -> tuple[float, list[float]]:
+    """The last step's loss, and when each step ended."""
     from shardwise.bench.contenders import batch
 
-    loss = float("nan")
+    loss, ends = float("nan"), []
     for _ in range(steps):
         loss = entry.contender.step(batch(entry.setting, entry.num_steps))
+        ends.append(time.perf_counter())
         entry.num_steps += 1
     if drained:
         entry.contender.drain()
-    return loss
+    return loss, ends
 
 
 def _count(direction: str, root: Path = Path("/sys/class/net")) -> Counted:

@@ -9,8 +9,9 @@ training uses a machine. A link's ``bandwidth`` is that of one member of its lev
 node, a node in a cluster), one way; the ranks inside a member share it.
 """
 
+import statistics
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -51,6 +52,21 @@ class Curve:
         2.5
         """
         return cls(((0.0, latency_s), (rate, latency_s + 1.0)))
+
+    @classmethod
+    def median(cls, visits: "Sequence[Curve]") -> "Curve":
+        """Of the same thing measured several times, at the amounts of the visit that has fewest.
+
+        >>> Curve.median([Curve(((1, s), (2, 3.0))) for s in (1.0, 0.2, 1.1)]).points
+        ((1, 1.0), (2, 3.0))
+        """
+        fewest = min(visits, key=lambda visit: len(visit.points))
+        return cls(
+            tuple(
+                (amount, statistics.median(visit.seconds(amount) for visit in visits))
+                for amount, _ in fewest.points
+            )
+        )
 
     def seconds(self, amount: float) -> float:
         """How long an amount takes; nothing takes no time."""

@@ -1,10 +1,8 @@
 """The passes of transformer blocks: seconds by the operations of their matrix products."""
 
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -67,7 +65,7 @@ def measure_passes(
     """Forward and backward; larger blocks are left out where they would take too long.
 
     A machine that others share changes its pace within seconds, so that this should be done more
-    than once, with other things between; see ``median_curve``.
+    than once, with other things between; see ``Curve.median``.
     """
     forward: Points = []
     backward: Points = []
@@ -81,16 +79,6 @@ def measure_passes(
         forward.append((shape.flops, seconds[0] / passes.num_blocks))
         backward.append((2 * shape.flops, seconds[1] / passes.num_blocks))
     return curve(forward), curve(backward)
-
-
-def median_curve(visits: Sequence[Curve]) -> Curve:
-    """Of the same curve measured several times: each point's median, of points that all have.
-
-    >>> median_curve([Curve(((1, s), (2, 3.0))) for s in (1.0, 0.2, 1.1)]).points
-    ((1.0, 1.0), (2.0, 3.0))
-    """
-    points = zip(*(visit.points for visit in visits), strict=False)
-    return curve([(same[0][0], statistics.median(s for _, s in same)) for same in points])
 
 
 def _lap(clock: Clock, passes: Passes) -> Lap:

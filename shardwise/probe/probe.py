@@ -14,7 +14,7 @@ from shardwise.core.topology import Topology
 from shardwise.core.wire import KINDS
 from shardwise.cost.file import dump_cluster, parse_cluster
 from shardwise.probe.clock import Clock
-from shardwise.probe.compute import measure_passes, measured_dtypes, median_curve
+from shardwise.probe.compute import measure_passes, measured_dtypes
 from shardwise.probe.disk import check_disk, measure_disk
 from shardwise.probe.links import measure_level
 from shardwise.probe.memory import (
@@ -185,7 +185,7 @@ class _Probing:
 
     def _median_passes(self, index: int) -> dict[str, Curve]:
         return {
-            dtype: median_curve([visit[index] for visit in visits])
+            dtype: Curve.median([visit[index] for visit in visits])
             for dtype, visits in self._visits.items()
         }
 

@@ -21,7 +21,10 @@ from shardwise.bench.accuracy import (
     write,
 )
 from shardwise.bench.cluster import Rate
+from shardwise.bench.probe import median_of
+from shardwise.core.cluster import Cluster, Curve
 from shardwise.core.topology import Topology
+from shardwise.cost.file import load_cluster
 from shardwise.plan.validate import violations
 
 
@@ -31,9 +34,10 @@ def one(plan: str, predicted_s: float, measured_s: float, rate: str = "none") ->
         rate=rate,
         plan=plan,
         predicted_s=predicted_s,
+        first_s=measured_s * 0.75,
         measured_s=measured_s,
         exposed={},
-        turns=[measured_s],
+        steps=[measured_s],
     )
 
 
@@ -49,6 +53,7 @@ def test_the_figures() -> None:
     accuracy = summarise(found)
     assert accuracy.worst_error == pytest.approx(0.2)
     assert accuracy.median_error == pytest.approx((0.1 + 0.05 / 1.05) / 2)
+    assert accuracy.first_median_error == accuracy.first_worst_error == pytest.approx(0.25)
     assert accuracy.least_correlation < 0.2 < 0.7 < accuracy.rank_correlation
     regrets = {rate: regret for (_, rate), regret in accuracy.regrets.items()}
     assert regrets == {"none": pytest.approx(1.05), "50mbit": pytest.approx(1)}
@@ -56,11 +61,12 @@ def test_the_figures() -> None:
 
 def test_regret_is_measured_in_the_finals() -> None:
     lucky, fast, chosen = one("zero1", 0.8, 0.7), one("ddp", 1.0, 1.0), one(CHOSEN, 0.9, 1.1)
-    fast = replace(fast, turns=[0.9, 1.0, 1.5, 1.1])
-    chosen = replace(chosen, turns=[1.2, 1.1, 1.5, 1.32])
+    fast = replace(fast, finals=[1.0, 1.5, 1.1])
+    chosen = replace(chosen, finals=[1.1, 1.5, 1.32])
     (regret,) = summarise([lucky, fast, chosen]).regrets.values()
     assert regret == pytest.approx(1.1)
-    (regret,) = summarise([lucky, replace(chosen, turns=[0.6])]).regrets.values()
+    faster = replace(chosen, finals=[0.9, 0.9, 2.0])
+    (regret,) = summarise([lucky, fast, faster]).regrets.values()
     assert regret == 1.0
 
 
@@ -96,6 +102,29 @@ def test_at_least_twelve_plans_run_on_the_grids(grid: str) -> None:
     assert sum(not violations(plan, Topology.parse(grid)) for plan in plans().values()) >= 12
 
 
+def test_what_was_probed_several_times_is_one_cluster() -> None:
+    probed = load_cluster("two-cores-200m")
+
+    def slower(times: float) -> Cluster:
+        copy = Curve(tuple((amount, times * s) for amount, s in probed.device.copy.points))
+        forward = {
+            "float32": Curve(
+                tuple((a, times * s) for a, s in probed.device.forward["float32"].points)
+            )
+        }
+        return replace(probed, device=replace(probed.device, copy=copy, forward=forward))
+
+    found = median_of([slower(3.0), probed, slower(2.0)])
+    assert found.device.copy == slower(2.0).device.copy
+    assert found.device.forward["float32"] == slower(2.0).device.forward["float32"]
+    assert found.levels == probed.levels
+    short = replace(probed.device.copy, points=((1.0, 1e-9), *probed.device.copy.points[1:2]))
+    fewer = replace(probed, device=replace(probed.device, copy=short))
+    assert [a for a, _ in median_of([probed, fewer, probed]).device.copy.points] == [
+        a for a, _ in short.points
+    ]
+
+
 def test_a_short_run(real_network: None, tmp_path: Path) -> None:
     setup = Setup(
         model="gpt-tiny",
@@ -111,10 +140,11 @@ def test_a_short_run(real_network: None, tmp_path: Path) -> None:
     assert [each.plan for each in found] == ["zero3", "ddp", CHOSEN]
     assert all(each.predicted_s > 0 and each.measured_s > 0 for each in found)
     assert all(math.isclose(sum(each.exposed.values()), each.predicted_s) for each in found)
+    assert all(min(each.steps) <= each.measured_s <= max(each.steps) for each in found)
     files = sorted(file.name for file in tmp_path.iterdir())
-    assert files == ["2x1-50mbit-auto.toml", "2x1-50mbit.toml"]
+    assert files == ["2x1-50mbit-auto.toml", "2x1-50mbit-first.toml", "2x1-50mbit.toml"]
     # What was kept is all that a prediction is made of.
-    spoiled = [replace(each, predicted_s=0.0, exposed={}) for each in found]
+    spoiled = [replace(each, predicted_s=0.0, first_s=0.0, exposed={}) for each in found]
     assert list(predict_again(spoiled, tmp_path, model="gpt-tiny", seq=16)) == found
     assert any("probing" in line for line in told)
 
