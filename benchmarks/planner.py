@@ -128,7 +128,8 @@ def _print(found: list[Comparison]) -> None:
     console.print(
         f"median error {accuracy.median_error:.1%}, worst {accuracy.worst_error:.1%}, "
         f"rank correlation {accuracy.rank_correlation:.3f} of all together, of a single cluster at "
-        f"least {accuracy.least_correlation:.3f}; by the first probe alone, median error "
+        f"least {accuracy.least_correlation:.3f}, of the measured steps' halves with each other "
+        f"{accuracy.agreement:.3f}; by the first probe alone, median error "
         f"{accuracy.first_median_error:.1%}, worst {accuracy.first_worst_error:.1%}"
     )
     table = Table(

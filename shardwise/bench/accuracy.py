@@ -12,6 +12,7 @@ beside that of the first alone, which the choice is made of.
 """
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -374,6 +375,9 @@ class Accuracy:
     """Spearman's, of all plans on all clusters together."""
     least_correlation: float
     """The least of a single cluster's. Where plans take about the same time, it is noise."""
+    agreement: float
+    """Likewise of the first half of all plans' steps with the second: how well the machine agrees
+    with itself. Nobody can predict much better."""
     regrets: dict[tuple[str, str], float]
     """By cluster: measured time of the chosen plan over the fastest one's."""
 
@@ -392,6 +396,7 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
         max(firsts),
         _correlation(found),
         min(_correlation(some) for some in clusters.values()),
+        _agreement(found),
         {key: _regret(some) for key, some in clusters.items()},
     )
 
@@ -427,6 +432,19 @@ def write(results: Path, one: Comparison | Footprint) -> None:
 
 def _correlation(found: Sequence[Comparison]) -> float:
     return _spearman([one.predicted_s for one in found], [one.measured_s for one in found])
+
+
+def _agreement(found: Sequence[Comparison]) -> float:
+    middles = [len(one.steps) / 2 for one in found]  # an odd number's middle is in both halves
+    early = [
+        statistics.median(one.steps[: math.ceil(middle)])
+        for one, middle in zip(found, middles, strict=True)
+    ]
+    late = [
+        statistics.median(one.steps[math.floor(middle) :])
+        for one, middle in zip(found, middles, strict=True)
+    ]
+    return _spearman(early, late)
 
 
 def _spearman(first: Sequence[float], second: Sequence[float]) -> float:

@@ -59,6 +59,17 @@ def test_the_figures() -> None:
     assert regrets == {"none": pytest.approx(1.05), "50mbit": pytest.approx(1)}
 
 
+def test_how_well_the_machine_agrees_with_itself() -> None:
+    first, second, third = one("a", 1.0, 1.0), one("b", 1.0, 2.0), one(CHOSEN, 2.0, 3.0)
+    assert summarise([first, second, third]).agreement == 1.0
+    changed = [
+        replace(first, steps=[1.0, 9.0]),
+        replace(second, steps=[2.5, 2.0, 2.0]),
+        replace(third, steps=[3.0, 3.0, 1.0, 1.0]),
+    ]
+    assert summarise(changed).agreement == pytest.approx(-1.0)
+
+
 def test_regret_is_measured_in_the_finals() -> None:
     lucky, fast, chosen = one("zero1", 0.8, 0.7), one("ddp", 1.0, 1.0), one(CHOSEN, 0.9, 1.1)
     fast = replace(fast, finals=[1.0, 1.5, 1.1])
