@@ -10,13 +10,15 @@ from shardwise.bench.messages import Counted, Setting, Turn
 
 
 @pytest.mark.parametrize(
-    ("drained", "done"),
+    ("drained", "done", "seconds"),
     [
-        (True, "step drain barrier clock step step drain barrier clock drain"),
-        (False, "step barrier clock step step barrier clock drain"),
+        (True, "drain barrier clock step clock step clock drain barrier clock drain", 7),
+        (False, "barrier clock step clock step clock barrier clock drain", 6),
     ],
 )
-def test_the_clock_of_a_turn(drained: bool, done: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_a_turn(
+    drained: bool, done: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
 
     def tick() -> float:
@@ -38,5 +40,6 @@ def test_the_clock_of_a_turn(drained: bool, done: str, monkeypatch: pytest.Monke
     contender = Contender("fake", step, lambda: seen.append("drain"))
     entry = worker._Entry(contender, Setting())
     measured = worker._train(entry, Turn("fake", 1, 2, drained))
-    assert seen == done.split()
-    assert measured.seconds == len(done.split()) - 2 - done.split().index("clock")
+    assert seen == ["step", "clock", *done.split()]  # the warm-up's clock is for nobody
+    assert measured.seconds == seconds
+    assert measured.steps_s == (2, 2)

@@ -334,7 +334,7 @@ class TestCommand:
 
     def test_nothing_fits_ends_with_another_code(self):
         result = self.run(
-            "--model", "gpt-mini", "--cluster", "dgx-a100", "--ranks", "2", "--seq", "128",
+            "--model", "gpt-mini", "--cluster", "a800-amsp", "--ranks", "2", "--seq", "128",
             "--memory", "30 MiB",
         )  # fmt: skip
         assert result.exit_code == 1
