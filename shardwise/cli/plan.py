@@ -374,8 +374,10 @@ def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
         "P / G / OS", "keep", "wires", "tiers", "activations", "batch",
         "step", "exposed", "TFLOP/s", "memory", words=6,
     )  # fmt: skip
+    least = {"keep": 8, "wires": 5}  # these give way where a table is too wide, down to so much
     for column in table.columns:
-        column.no_wrap = column.header != "wires"
+        column.no_wrap = column.header not in least
+        column.min_width = least.get(str(column.header))
     for candidate in candidates:
         plan, estimate = candidate.plan, candidate.estimate
         states = (plan.params, plan.grads, plan.optim)
