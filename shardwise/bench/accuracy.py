@@ -377,7 +377,7 @@ class Accuracy:
     """The least of a single cluster's. Where plans take about the same time, it is noise."""
     agreement: float
     """Likewise of the first half of all plans' steps with the second: how well the machine agrees
-    with itself. Nobody can predict much better."""
+    with itself over half as many steps. A prediction is compared with all of them."""
     regrets: dict[tuple[str, str], float]
     """By cluster: measured time of the chosen plan over the fastest one's."""
 
