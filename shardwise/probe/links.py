@@ -146,15 +146,17 @@ def _busy(
 def _kept_busy(
     begin_hops: Callable[[], Ticket], clock: Clock, processors: Collection[int]
 ) -> float:
-    """Of a host's processors: the share that works while all ranks hop, by the kernel's account.
+    """Of a host's processors: the share that does not rest while all ranks hop.
 
-    It counts what the network costs as well, which no process is charged for.
+    It counts what the network costs as well, which no process is charged for. That is why it asks
+    how long processors rested: kernels that find out by their ticks who works (most do) do not see
+    what begins and ends between two of them, which on slow links is half of it. Rest is timed.
     """
     clock.slowest([0.0])  # all begin together
-    before, begin = _worked_s(processors), time.perf_counter()
+    before, begin = _rested_s(processors), time.perf_counter()
     begin_hops().wait()
-    worked, elapsed = _worked_s(processors) - before, time.perf_counter() - begin
-    return clock.slowest([worked / elapsed / len(processors)])[0]
+    rested, elapsed = _rested_s(processors) - before, time.perf_counter() - begin
+    return clock.slowest([1.0 - rested / elapsed / len(processors)])[0]
 
 
 def lost_to_hops(
@@ -186,16 +188,14 @@ def lost_to_hops(
     return clock.mean([1.0 - alone / beside])[0]
 
 
-def _worked_s(processors: Collection[int]) -> float:
-    """Seconds that some of this host's processors have worked since it started."""
-    worked = 0.0
+def _rested_s(processors: Collection[int]) -> float:
+    """Seconds since this host started in which some of its processors had nothing to do, or
+    were somebody else's."""
+    rested = 0.0
     for index, times in enumerate(psutil.cpu_times(percpu=True)):
         if index in processors:
-            idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
-            # Guests' time is in the user's already.
-            guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-            worked += sum(times) - idle - guest
-    return worked
+            rested += times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
+    return rested
 
 
 def _repeat(hops: Sequence[Hop], count: int) -> None:

@@ -4,15 +4,18 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import shardwise as sw
 from shardwise.cli.main import run
 from shardwise.core.cluster import Cluster, Curve
+from shardwise.core.ticket import DONE
 from shardwise.cost.file import dump_cluster, load_cluster, parse_cluster
-from shardwise.probe import room
+from shardwise.probe import links, room
+from shardwise.probe.clock import Clock
 from shardwise.probe.probe import VISITS
 from shardwise.probe.scope import FULL, QUICK, Scope
 from tests import harness
@@ -191,6 +194,27 @@ def test_what_compute_loses_to_hops(
     clock = Clock(Control(1, 0, 1.0), device, QUICK)
     assert links.lost_to_hops(slowed.begin_hops, device, clock, 0.3) == pytest.approx(lost)
     assert not slowed._running
+
+
+def test_processors_are_busy_when_they_do_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that no tick has seen counts: of two seconds of two processors these rest 1.5, or are
+    somebody else's; a third one is not this host's to use."""
+    seconds, rested = iter([10.0, 12.0]), iter([(5.0, 5.0, 5.0, 5.0), (5.5, 5.4, 5.6, 7.0)])
+
+    def cpu_times(*, percpu: bool) -> list[SimpleNamespace]:
+        assert percpu
+        idle, iowait, steal, other = next(rested)
+        return [
+            SimpleNamespace(user=1.0, idle=idle, iowait=iowait, steal=0.0),
+            SimpleNamespace(user=1.0, idle=7.0, iowait=0.0, steal=steal),
+            SimpleNamespace(user=1.0, idle=other, iowait=0.0, steal=0.0),
+        ]
+
+    monkeypatch.setattr(links.psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: next(seconds))
+    alone = cast("Clock", SimpleNamespace(slowest=list))
+    busy = links._kept_busy(lambda: DONE, alone, {0, 1})
+    assert busy == pytest.approx(1 - 1.5 / 4)
 
 
 class TestSweep:
