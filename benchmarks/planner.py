@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rates", default="none,1gbit,200mbit,50mbit")
     parser.add_argument("--model", help="default: gpt-mini; for memory gpt-small")
     parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--plans", default=",".join(plans()))
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--results", type=Path, help="default: results/planner*.jsonl")

@@ -6,9 +6,9 @@ finals. A prediction is made of probes and of nothing else.
 
 [Note: A machine that changes its pace]
 Machines that others share work faster or slower by a fifth within seconds, and by as much within
-minutes. So a plan's step takes the median of its steps, as a probe's points are medians; and ranks
-are probed before, between and after the turns. Predictions are made of these probes' median, and
-beside that of the first alone, which the choice is made of.
+minutes. So a plan's step takes the median of its steps in several short turns minutes apart, as a
+probe's points are medians; and ranks are probed before, between and after the turns. Predictions
+are made of these probes' median, and beside that of the first alone, which the choice is made of.
 """
 
 import json
@@ -40,10 +40,14 @@ from shardwise.train.facts import facts_of
 
 CHOSEN = "auto"
 TURN_S = 6.0
-MOST_STEPS = 5
+MOST_STEPS = 3
+"""Of a turn: on a machine that changes its pace many short turns say more than few long ones."""
+LEAST_ROUNDS = 2
+ENOUGH_S = 20.0
+"""A plan that was timed for so long in these rounds takes no more turns."""
 FINALISTS = 3
-MEETINGS = 5
-"""Of finalists, for every round that there was."""
+MEETINGS = 10
+"""Of finalists."""
 MEETING_S = 3.0
 NEAR = 1.15
 """Plans that took up to so many times the chosen one's seconds might be as fast."""
@@ -135,7 +139,7 @@ class Setup:
     grids: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
     """Nodes, and ranks on each."""
     rates: tuple[Rate, ...]
-    rounds: int = 3
+    rounds: int = 4
     names: tuple[str, ...] = tuple(plans())
     quick: bool = False
     """For tests: a probe whose figures mean little."""
@@ -263,7 +267,7 @@ class _Trial:
         self._steps: Turns = {name: [] for name in self._plans}
         for number in range(self._setup.rounds):
             tell(f"{where}: round {number + 1} of {self._setup.rounds}")
-            for name in self._plans:
+            for name in takers(number, self._steps):
                 self._steps[name] += self._turn(name, expected[name])
             if number == (self._setup.rounds - 1) // 2:
                 tell(f"{where}: probing again")
@@ -328,7 +332,7 @@ class _Trial:
             self._build(name)
             self._train(name, 1, 1)
         found: Turns = {name: [] for name in names}
-        for _ in range(MEETINGS * self._setup.rounds if names else 0):
+        for _ in range(MEETINGS if names else 0):
             for name in names:
                 steps = max(1, round(MEETING_S / expected[name]))
                 found[name].append(statistics.median(self._train(name, 1, steps)))
@@ -348,6 +352,21 @@ class _Trial:
         answers: list[Measured] = self._job.ask(turn)
         by_step = zip(*(answer.steps_s for answer in answers), strict=True)
         return [statistics.mean(ranks) for ranks in by_step]
+
+
+def takers(number: int, turns: Turns) -> list[str]:
+    """Who takes a turn in a round: there and back, so that nobody is always early in whatever a
+    machine goes through.
+
+    >>> takers(1, {"slow": [30.0], "quick": [1.0, 1.0]})
+    ['quick', 'slow']
+    >>> takers(2, {"slow": [30.0, 30.0], "quick": [1.0, 1.0, 1.0, 1.0]})
+    ['quick']
+    """
+    names = list(turns) if number % 2 == 0 else list(reversed(turns))
+    if number < LEAST_ROUNDS:
+        return names
+    return [name for name in names if sum(turns[name]) < ENOUGH_S]
 
 
 def finalists(turns: Turns) -> list[str]:
