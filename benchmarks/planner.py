@@ -1,6 +1,6 @@
 """How well the planner predicts and chooses, against training on an emulated cluster; needs root.
 
-    python benchmarks/planner.py                        # two hours: two grids, four rates
+    python benchmarks/planner.py                        # over two hours: two grids, four rates
     python benchmarks/planner.py --grids 2x2 --rates 200mbit --rounds 1
     python benchmarks/planner.py --memory               # peak memory instead of time
     python benchmarks/planner.py --predict              # the same turns, predicted anew: no root
