@@ -148,9 +148,10 @@ def _kept_busy(
 ) -> float:
     """Of a host's processors: the share that does not rest while all ranks hop.
 
-    It counts what the network costs as well, which no process is charged for. That is why it asks
-    how long processors rested: kernels that find out by their ticks who works (most do) do not see
-    what begins and ends between two of them, which on slow links is half of it. Rest is timed.
+    It counts what the network costs as well, which no process is charged for. It asks how long
+    processors rested, not how long they worked: kernels that find out by their ticks who works do
+    not see what begins and ends between two of them, which on slow links is much of it. Rest they
+    time, because ticks rest as well then.
     """
     clock.slowest([0.0])  # all begin together
     before, begin = _rested_s(processors), time.perf_counter()

@@ -211,7 +211,7 @@ def test_processors_are_busy_when_they_do_not_rest(monkeypatch: pytest.MonkeyPat
         ]
 
     monkeypatch.setattr(links.psutil, "cpu_times", cpu_times)
-    monkeypatch.setattr(links.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     alone = cast("Clock", SimpleNamespace(slowest=list))
     busy = links._kept_busy(lambda: DONE, alone, {0, 1})
     assert busy == pytest.approx(1 - 1.5 / 4)
