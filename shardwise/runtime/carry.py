@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.lane import Lane
+from shardwise.comm.lane import Early, Lane
 from shardwise.comm.link import Link, accumulate, pieces
 from shardwise.core.ticket import DONE, Ticket
+from shardwise.core.trace import span
 from shardwise.core.wire import Format
 from shardwise.plan.schedule import Hop, chunk_columns
 from shardwise.wire.codec import CastCodec, Codec, make_codec
@@ -217,7 +218,7 @@ class Carrier:
                     carrier._sum(chunk, others[-1], values[flat.rows(others[-1].high, low)], own)
                 accumulate(own, sums[:, chunk.columns], scale=scale, add=add)
 
-            outer.run(end) if outer else end(self)
+            outer.run(end, f"reduce {flat.unit_name}") if outer else end(self)
 
     def _descend_raw(
         self,
@@ -290,9 +291,14 @@ class Outer:
         self._busy[self._turn].wait()
         return self._turn
 
-    def run(self, work: Callable[[Carrier], None]) -> None:
-        """Submits the last leg of the chunk whose turn it is."""
-        self._busy[self._turn] = self._lane.submit(lambda _: work(self.carrier))
+    def run(self, work: Callable[[Carrier], None], name: str) -> None:
+        """Submits the last leg of the chunk whose turn it is; ``name`` is what traces call it."""
+
+        def traced(_: Early) -> None:
+            with span("outer", name):
+                work(self.carrier)
+
+        self._busy[self._turn] = self._lane.submit(traced)
 
     def afterwards(self, work: Callable[[], None]) -> Ticket:
         """Submits what waits for everything before it, but uses no chunk."""

@@ -78,7 +78,7 @@ class Flat:
     ) -> None:
         dtypes, device = Dtypes.of(plan, spec.dtype), homes.device
         self.spec, self.rungs, self.dtypes = spec, rungs, dtypes
-        self._homes, self._name = homes, name
+        self._homes, self.unit_name = homes, name
         self._window_numel = plan.tiers.window_numel
         self._tiers = {"grads": plan.grads.tier, "optim": plan.optim.tier}
         self.granule = spec.numel // rungs.granules
@@ -142,7 +142,7 @@ class Flat:
 
     def make_rest(self, tier: str, what: str, numel: int, dtype: torch.dtype) -> Rest:
         """A part of this flat on a tier."""
-        return self._homes.rest(tier, numel, dtype, f"{what} of unit '{self._name}'")
+        return self._homes.rest(tier, numel, dtype, f"{what} of unit '{self.unit_name}'")
 
     def make_state(self, key: str, dtype: torch.dtype) -> Rest:
         """Room for what the optimizer keeps for every element."""

@@ -9,6 +9,10 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.topology import Topology
+from shardwise.core.trace import Trace, recording
+from shardwise.cost.file import load_cluster
+from shardwise.cost.simulate import simulate
+from shardwise.model.facts import ModuleFacts
 from shardwise.model.units import describe
 from shardwise.plan import schedule
 from shardwise.plan.memory import memory
@@ -365,6 +369,41 @@ def check_complex() -> None:
     sw.unshard(model)
 
 
+def check_tracks() -> None:
+    """Hops are traced on the tracks and by the names that a predicted step has."""
+    levels = "node=2,world=2"
+    lanes = ("gather", "reduce", "outer", "refresh")
+    facts = ModuleFacts(TinyGPT, _forward)
+    cluster = load_cluster("two-cores-200m")
+    for preset in (sw.presets.zero3, sw.presets.zeropp, sw.presets.lean):
+        plan = replace(preset(), min_unit_numel=1000)
+        model = make(TinyGPT, torch.float32)
+        optimizer = adamw(model)
+        sw.shard(model, optimizer, plan=plan, levels=levels)
+        trace = Trace()
+        for step in range(3):
+            with recording(trace if step else Trace()):
+                lm_loss(model, *mine(*batch(step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                runtime_of(model).grid.drain()
+        sw.unshard(model)
+        topology = cluster.topology
+        work = facts.work(2, 8, plan, topology)
+        predicted = simulate(plan, facts.spec(plan, topology), work, cluster, spans=True)
+        traced, expected = (
+            {(span.track, span.name) for span in spans if span.track in lanes}
+            for spans in (trace.spans, predicted.spans)
+        )
+        assert traced == expected, plan.name
+        assert any(track == "outer" for track, _ in traced) == (plan.name != "zero3")
+
+
+def _forward(model: torch.nn.Module, micro_batch: int, seq: int) -> torch.Tensor:
+    tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)
+    return lm_loss(model, tokens, tokens)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -375,6 +414,7 @@ def check_complex() -> None:
         check_differences,
         check_mixed_precision,
         check_complex,
+        check_tracks,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )
