@@ -133,14 +133,25 @@ def _print(found: list[Comparison]) -> None:
         f"{accuracy.first_median_error:.1%}, worst {accuracy.first_worst_error:.1%}"
     )
     table = Table(
-        "cluster", "regret", *FIXED, title=f"measured time of {CHOSEN}, and of others over it"
-    )
+        "cluster", "error, median", "worst", "rank correlation", "of halves", "regret", *FIXED,
+        title=f"predictions by cluster; measured time of {CHOSEN}, and of others over it",
+    )  # fmt: skip
     for key in clusters:
-        by_name = {one.plan: one.measured_s for one in found if (one.grid, one.rate) == key}
+        some = [one for one in found if (one.grid, one.rate) == key]
+        by_name = {one.plan: one.measured_s for one in some}
         ratios = [
             f"{by_name[name] / by_name[CHOSEN]:.2f}" if name in by_name else "" for name in FIXED
         ]
-        table.add_row(" at ".join(key), f"{accuracy.regrets[key]:.2f}", *ratios)
+        here = summarise(some)
+        table.add_row(
+            " at ".join(key),
+            f"{here.median_error:.1%}",
+            f"{here.worst_error:.1%}",
+            f"{here.rank_correlation:.2f}",
+            f"{here.agreement:.2f}",
+            f"{here.regrets[key]:.2f}",
+            *ratios,
+        )
     console.print(table)
 
 
