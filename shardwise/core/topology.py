@@ -78,6 +78,20 @@ class Topology:
         """Number of ranks."""
         return prod(level.size for level in self.levels)
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a host: those up to the level that is called node, or of the innermost.
+
+        >>> grids = ("world=4", "node=2,world=4", "socket=4,node=2,world=4", "island=4,node=2")
+        >>> [Topology.parse(grid).ranks_per_node for grid in grids]
+        [4, 2, 8, 8]
+        """
+        if len(self.levels) == 1:
+            return self.world
+        names = [level.name for level in self.levels]
+        inside = names.index("node") if "node" in names else 0
+        return prod(level.size for level in self.levels[: inside + 1])
+
     def factor(self, spread: str) -> int:
         """Number of parts that a spread cuts a state into.
 

@@ -1,7 +1,8 @@
 """Probes are kept in the user's cache folder, so that a cluster is measured once.
 
 A file's name is a fingerprint of what the figures depend on: hosts, devices, cores, threads,
-levels, torch, dtype and path. Rank 0 reads and writes, and all ranks get what it has.
+levels, torch, dtype and path. Rank 0 reads and writes, and all ranks get what it has. What no name
+can tell (how fast links are today, how much memory is free) is asked again, see ``recheck.py``.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from shardwise.core.cluster import Cluster, ClusterError
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster, parse_cluster
 from shardwise.probe.probe import Progress, device_name, probe, probed_device
+from shardwise.probe.recheck import recheck
 from shardwise.probe.scope import check_dtype
 
 _log = logging.getLogger("shardwise")
@@ -50,8 +52,21 @@ def cached_probe(
     finally:
         control.close()
     if text is not None:
-        return parse_cluster(str(text), origin=str(file))
+        now, changed = recheck(parse_cluster(str(text), origin=str(file)), place, path)
+        if not changed:
+            return now
+        if place.rank == 0:
+            _log.warning("%s", _sentence(changed))
     return fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)[0]
+
+
+def _sentence(changed: dict[str, float]) -> str:
+    """
+    >>> _sentence({"world": 4.0})
+    'Hops on level world take 4 times what the stored probe says: the cluster is probed again.'
+    """
+    levels = " and ".join(f"on level {name} take {times:.2g}" for name, times in changed.items())
+    return f"Hops {levels} times what the stored probe says: the cluster is probed again."
 
 
 def fresh_probe(

@@ -90,14 +90,15 @@ class Clock:
 def curve(points: Points) -> Curve:
     """A curve of what was measured, with the digits that mean something.
 
-    More never takes less: where it seems to, something else disturbed the smaller amount.
+    More never takes less: where it seems to, something else disturbed the smaller amount. Of an
+    amount that was measured twice (among many ranks small ones are rounded up) the less counts.
 
-    >>> curve([(1, 0.5), (2, 0.123456), (4, 0.3)]).points
+    >>> curve([(1, 0.5), (2, 0.123456), (2, 0.2), (4, 0.3)]).points
     ((1.0, 0.1235), (2.0, 0.1235), (4.0, 0.3))
     """
-    found: Points = []
+    found: dict[float, float] = {}
     least = math.inf
     for amount, seconds in sorted(points, reverse=True):
         least = min(least, seconds)
-        found.append((float(amount), float(f"{max(least, _LEAST_S):.4g}")))
-    return Curve(tuple(reversed(found)))
+        found[float(amount)] = float(f"{max(least, _LEAST_S):.4g}")
+    return Curve(tuple(sorted(found.items())))

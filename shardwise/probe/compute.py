@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwise.bench.matmul import has_bfloat16
 from shardwise.core.cluster import Curve
-from shardwise.core.errors import UsageError
 from shardwise.probe.clock import Clock, Lap, Points, curve
 from shardwise.probe.scope import DTYPES, Scope, Shape
 from shardwise.train.gpt import Block, GPTConfig
@@ -107,11 +106,8 @@ def measured_dtypes(dtype: str, device: torch.device) -> tuple[str, ...]:
     elif has_bfloat16():
         if _survives_bfloat16():
             wanted.add("bfloat16")
-        elif dtype == "bfloat16":
-            raise UsageError(
-                "A product in bfloat16 ends a process on this CPU, which advertises AMX and "
-                "refuses it; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported."
-            )
+        else:
+            wanted.discard("bfloat16")  # which others must know before it is an error
     return tuple(name for name in DTYPES if name in wanted)
 
 

@@ -50,11 +50,14 @@ def measure_disk(
         read_s = clock.seconds(lambda: store.get(record, buffer).wait())
     finally:
         store.close()
-    # Emulated nodes share one disk, and so do all ranks that are on a host.
-    share = min(1.0, ranks_per_node / room.ranks_on_host)
     return Disk(
-        size_bytes=int(free * share),
+        size_bytes=node_share(free, room, ranks_per_node),
         read=float(f"{ranks_per_node * nbytes / read_s:.4g}"),
         write=float(f"{ranks_per_node * nbytes / write_s:.4g}"),
         source=f"{path}, {nbytes >> 20} MiB a rank",
     )
+
+
+def node_share(nbytes: int, room: Room, ranks_per_node: int) -> int:
+    """A node's part of its host's disk: emulated nodes share one, and a level may have several."""
+    return nbytes * ranks_per_node // room.ranks_on_host

@@ -1,11 +1,9 @@
 """The probe as a job of several processes: what each rank runs for the command or a benchmark."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from shardwise.cost.file import dump_cluster
 from shardwise.probe.cache import fresh_probe
-from shardwise.probe.probe import Progress, probe
+from shardwise.probe.probe import probe
+from shardwise.probe.progress import shown
 
 
 def work(
@@ -33,33 +31,6 @@ def command(
     """For `shardwise probe`: the cluster as TOML and where it was stored; rank 0 shows progress."""
     import torch.distributed as dist
 
-    with _shown(visible and (not dist.is_initialized() or dist.get_rank() == 0)) as progress:
+    with shown(visible and (not dist.is_initialized() or dist.get_rank() == 0)) as progress:
         cluster, file = fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)
     return {"cluster": dump_cluster(cluster), "stored": str(file) if file else None}
-
-
-@contextmanager
-def _shown(visible: bool) -> Iterator[Progress | None]:
-    """Progress on standard error: a live bar on a terminal, a line a measurement elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True, highlight=False)
-    if not visible:
-        yield None
-    elif not console.is_terminal:
-        yield lambda done, total, what: console.print(
-            f"probe {done + 1}/{total}  {what}", markup=False, soft_wrap=True
-        )
-    else:
-        columns = (
-            TextColumn("probe"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TimeElapsedColumn(), TextColumn("{task.description}", markup=False),
-        )  # fmt: skip
-        with Bar(*columns, console=console, refresh_per_second=4) as bar:
-            task = bar.add_task("starting ...", total=None)
-            yield lambda done, total, what: bar.update(
-                task, completed=done, total=total, description=what
-            )
-            bar.update(task, description="done")

@@ -18,7 +18,7 @@ from shardwise.core.ticket import Ticket
 from shardwise.core.topology import Step
 from shardwise.core.wire import Format
 from shardwise.probe.clock import Clock
-from shardwise.probe.scope import Scope, fitting
+from shardwise.probe.scope import Effort, Scope, fitting
 from shardwise.wire.codec import make_codec
 
 _GATHER, _REDUCE = 1, 2
@@ -45,7 +45,7 @@ def measure_level(
     sizes = fitting(scope.sent_bytes, 4.0, memory_bytes)
 
     def sweep(lane: Lane, make: Callable[[float], Hop]) -> Curve:
-        return clock.sweep(sizes, lambda sent: hops.time(clock, scope, lane, sent, make))
+        return clock.sweep(sizes, lambda sent: hops.time(clock, scope.hops, lane, sent, make))
 
     tell(f"gathers on {step.level}")
     gather = sweep(grid.gathers, hops.gather)
@@ -61,6 +61,14 @@ def measure_level(
         busy=_busy(hops, grid, largest, clock, scope, processors),
         source=grid.link_kinds[step.level],
     )
+
+
+def time_gather(
+    grid: Grid, step: Step, clock: Clock, sent: float, effort: Effort
+) -> tuple[float, float]:
+    """What a rank really sends in one gather hop of about so many bytes, and the seconds of it."""
+    hops = _Hops(grid, step)
+    return hops.time(clock, effort, grid.gathers, sent, hops.gather)
 
 
 class _Hops:
@@ -98,7 +106,7 @@ class _Hops:
         return hop
 
     def time(
-        self, clock: Clock, scope: Scope, lane: Lane, sent: float, make: Callable[[float], Hop]
+        self, clock: Clock, effort: Effort, lane: Lane, sent: float, make: Callable[[float], Hop]
     ) -> tuple[float, float]:
         """What a rank really sends in a hop, and the seconds of it."""
         hop = make(sent)
@@ -109,7 +117,7 @@ class _Hops:
             return ((clock.now() - begin) / count,)
 
         really_sent = self.piece_bytes(sent) * (self._step.size - 1)
-        return really_sent, clock.measure(lap, scope.hops)[0]
+        return really_sent, clock.measure(lap, effort)[0]
 
     def _buffer(self, sent: float) -> torch.Tensor:
         numel = self.piece_bytes(sent) // 4 * self._step.size

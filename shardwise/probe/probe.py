@@ -10,6 +10,7 @@ import torch
 
 from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
 from shardwise.core.cluster import Cluster, Curve, Device, Host, LinkSpec
+from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.core.wire import KINDS
 from shardwise.cost.file import dump_cluster, parse_cluster
@@ -97,7 +98,7 @@ class _Probing:
         self._clock = Clock(grid.control, grid.device, scope)
         if path is not None:
             check_disk(path, grid.control)
-        self._dtypes = self._agreed(measured_dtypes(dtype, grid.device))
+        self._dtypes = self._agreed(measured_dtypes(dtype, grid.device), dtype)
         self._room = find_room(grid.control)
         self._on_cuda = grid.device.type == "cuda"
         self._memory = (
@@ -121,7 +122,7 @@ class _Probing:
         device, host = self._measure_device(), self._measure_host()
         if self._path is not None:
             self._tell(f"the disk at {self._path}")
-            ranks_per_node = topology.levels[0].size if len(topology.levels) > 1 else topology.world
+            ranks_per_node = topology.ranks_per_node
             disk = measure_disk(
                 self._path, self._clock, self._scope, self._grid.control, self._room, ranks_per_node
             )
@@ -206,13 +207,22 @@ class _Probing:
         room = self._room
         update = measure_update(self._clock, self._scope, torch.device("cpu"), room.host_bytes)
         return Host(
-            memory_bytes=room.host_bytes * room.ranks_on_host, bandwidth=bandwidth, update=update
+            memory_bytes=room.host_bytes * self._grid.place.topology.ranks_per_node,
+            bandwidth=bandwidth,
+            update=update,
         )
 
-    def _agreed(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those that all ranks can measure."""
+    def _agreed(self, dtypes: tuple[str, ...], asked: str) -> tuple[str, ...]:
+        """Those that all ranks can measure; raises on all where one cannot what was asked for."""
         lacking = self._clock.slowest([float(name not in dtypes) for name in DTYPES])
-        return tuple(name for name, lacks in zip(DTYPES, lacking, strict=True) if not lacks)
+        found = tuple(name for name, lacks in zip(DTYPES, lacking, strict=True) if not lacks)
+        if asked not in found:
+            raise UsageError(
+                f"A product in {asked} ends a process on a CPU of these ranks, which advertises "
+                "AMX and refuses it; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is "
+                "imported."
+            )
+        return found
 
     def _tell(self, what: str) -> None:
         if self._progress is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,12 @@ class TestProbe:
         for sentence in two.run(refused, dtype="int3"):
             assert sentence.startswith("'int3' is no dtype")
 
+    def test_a_dtype_that_ends_processes_on_one_rank_is_an_error_on_all(
+        self, two: harness.Workers
+    ) -> None:
+        for sentence in two.run(refused_on_one_rank):
+            assert sentence.startswith("A product in bfloat16 ends a process")
+
     def test_progress_ends_where_it_said_and_passes_are_visited_again(
         self, one: harness.Workers
     ) -> None:
@@ -147,6 +154,15 @@ def refused(**arguments: Any) -> str:
     with pytest.raises(sw.UsageError) as raised:
         sw.probe(quick=True, **arguments)
     return str(raised.value)
+
+
+def refused_on_one_rank() -> str:
+    from shardwise.probe import probe
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        able = ("float32", "bfloat16") if os.environ["RANK"] == "0" else ("float32",)
+        monkeypatch.setattr(probe, "measured_dtypes", lambda *_: able)
+        return refused(dtype="bfloat16")
 
 
 def random_numbers() -> bool:
@@ -277,13 +293,56 @@ class TestRoom:
 class TestCache:
     def test_hit_and_miss(self, two: harness.Workers, tmp_path: Path) -> None:
         first = two.run(cached, str(tmp_path))
-        assert len(list((tmp_path / "shardwise").glob("probe-*.toml"))) == 1
-        assert first[0] == first[1] == two.run(cached, str(tmp_path))[1]
+        (file,) = (tmp_path / "shardwise").iterdir()
+        again = two.run(cached, str(tmp_path))
+        assert first[0] == first[1] == file.read_text()
+        assert again[0] == again[1]
+        assert timeless(again[0]) == timeless(first[0])
         two.run(cached, str(tmp_path), "node=1,world=2")
-        files = sorted((tmp_path / "shardwise").iterdir(), key=lambda file: file.stat().st_mtime)
-        assert len(files) == 2
-        files[0].write_text("name = 3\n")  # neither whole nor ours: measured again
-        assert two.run(cached, str(tmp_path))[0] == files[0].read_text()
+        assert len(list((tmp_path / "shardwise").iterdir())) == 2
+        file.write_text("name = 3\n")  # neither whole nor ours: measured again
+        assert two.run(cached, str(tmp_path))[0] == file.read_text()
+
+    def test_memory_and_disk_are_what_is_free_now(
+        self, two: harness.Workers, tmp_path: Path
+    ) -> None:
+        measured = parse_cluster(two.run(cached, str(tmp_path), path=str(tmp_path))[0])
+        (file,) = (tmp_path / "shardwise").iterdir()
+        stored = replace(
+            measured,
+            device=replace(measured.device, memory_bytes=1),
+            disk=replace(measured.disk, size_bytes=2),
+        )
+        file.write_text(dump_cluster(stored))
+        texts = two.run(cached, str(tmp_path), path=str(tmp_path))
+        assert texts[0] == texts[1]
+        now = parse_cluster(texts[0])
+        assert now.device.memory_bytes == pytest.approx(measured.device.memory_bytes, rel=0.5)
+        assert now.disk.size_bytes == pytest.approx(measured.disk.size_bytes, rel=0.5)
+        assert timeless(texts[0]) == timeless(dump_cluster(stored))
+
+    @pytest.mark.parametrize("times", [1e-5, 1e5])
+    def test_links_of_another_speed_are_measured_again(
+        self, two: harness.Workers, tmp_path: Path, times: float
+    ) -> None:
+        measured = two.run(cached, str(tmp_path))[0]
+        (file,) = (tmp_path / "shardwise").iterdir()
+        other = dump_cluster(with_slower_links(parse_cluster(measured), times))
+        file.write_text(other)
+        texts = two.run(cached, str(tmp_path))
+        assert texts[0] == texts[1] == file.read_text() != other
+        node = parse_cluster(texts[0]).level("node").gather
+        assert node.points[-1][1] < 10
+
+    def test_a_disk_that_is_gone_is_an_error_on_all_ranks(
+        self, two: harness.Workers, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        two.run(cached, str(tmp_path), path=str(folder))
+        folder.rmdir()
+        for sentence in two.run(refused_from_cache, str(tmp_path), str(folder)):
+            assert f"{folder} is no folder" in sentence
 
     def test_a_folder_that_cannot_be_written(self, one: harness.Workers, tmp_path: Path) -> None:
         (tmp_path / "shardwise").write_text("a file where the folder would be")
@@ -291,11 +350,35 @@ class TestCache:
         check(text, "node=1,world=1")
 
 
-def cached(folder: str, levels: str | None = None) -> str:
-    os.environ["XDG_CACHE_HOME"] = folder
+def cached(folder: str, levels: str | None = None, path: str | None = None) -> str:
+    from shardwise.probe import recheck
     from shardwise.probe.cache import cached_probe
 
-    return dump_cluster(cached_probe(levels, quick=True))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        monkeypatch.setattr(recheck, "CHANGED", 1e3)  # a quick probe's links are never the same
+        return dump_cluster(cached_probe(levels, path=path, quick=True))
+
+
+def refused_from_cache(folder: str, path: str) -> str:
+    with pytest.raises(sw.UsageError) as raised:
+        cached(folder, path=path)
+    return str(raised.value)
+
+
+def timeless(text: str) -> Cluster:
+    """A cluster but for what is free at a moment."""
+    cluster = parse_cluster(text)
+    disk = replace(cluster.disk, size_bytes=1) if cluster.disk is not None else None
+    return replace(cluster, device=replace(cluster.device, memory_bytes=1), disk=disk)
+
+
+def with_slower_links(cluster: Cluster, times: float) -> Cluster:
+    def slower(curve: Curve | None) -> Curve | None:
+        return curve and Curve(tuple((amount, times * s) for amount, s in curve.points))
+
+    levels = tuple(replace(level, gather=slower(level.gather)) for level in cluster.levels)
+    return replace(cluster, levels=levels)
 
 
 class TestCommand:
