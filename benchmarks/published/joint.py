@@ -68,7 +68,7 @@ def best_of(plans: Iterable[Plan], request: Request) -> Estimate | None:
             model = Alike(request.facts.spec(chosen, topology))
             needed = model.memory(
                 chosen,
-                topology,
+                request.cluster,
                 accumulates=False,
                 saved=work.saved,
             )

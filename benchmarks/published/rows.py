@@ -91,7 +91,7 @@ def needs(facts: Facts, plan: Plan, cluster: Cluster, *, micro: int, seq: int) -
     topology = cluster.topology
     work = facts.work(micro, seq, plan, topology)
     return Alike(facts.spec(plan, topology)).memory(
-        plan, topology, accumulates=False, saved=work.saved
+        plan, cluster, accumulates=False, saved=work.saved
     )
 
 

@@ -290,6 +290,7 @@ def _memory_counts(simulation: Simulation, row: Row) -> "list[Count]":
         topology,
         saved,
         accumulates=simulation.accumulate > 1,
+        accelerated=row.case.cluster.device.is_accelerator,
     )
     held = {moment.name: moment.causes() for moment in moments}
     spans = [span for span in row.estimate.spans if span.track == "compute"]

@@ -174,6 +174,11 @@ class Device:
     Of devices with processors of their own: all."""
     source: str = ""
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether its memory and processors are its own, not the host's."""
+        return self.kind != "cpu"
+
     def compute(self, dtype: str, flops: float, *, backward: bool = False) -> float:
         """Seconds of a pass over a unit."""
         return self._of("compute", self.backward if backward else self.forward, dtype).seconds(
@@ -243,13 +248,8 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share a host and its disks: those up to the level that is called node, or of
-        the innermost one."""
-        if len(self.levels) == 1:
-            return self.world
-        names = [level.name for level in self.levels]
-        inside = names.index("node") if "node" in names[:-1] else 0
-        return prod(level.size for level in self.levels[: inside + 1])
+        """Ranks that share a host and its disks."""
+        return self.topology.ranks_per_node
 
     def level(self, name: str) -> LinkSpec:
         return next(level for level in self.levels if level.name == name)
@@ -293,5 +293,6 @@ class Cluster:
             return replace(self, levels=(node.resized(world), outer.resized(1)))
         raise ClusterError(
             f"Cluster '{self.name}' has {inner} ranks in each member of its outermost level, so "
-            f"that it cannot have {world} ranks; use a multiple or a divisor of {inner}."
+            f"that it cannot have {world} ranks; use a multiple"
+            f"{' or a divisor' * (len(self.levels) == 2)} of {inner}."
         )

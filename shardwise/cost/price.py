@@ -61,7 +61,7 @@ class Prices:
         """A hop's stage. Hosts share their processors; of a GPU its kernels have parts alone."""
         needs = ((f"link {link.name}", 1.0),)
         work = ((PROCESSOR, busy),) if busy else ()
-        if self.cluster.device.kind == "cpu":
+        if not self.cluster.device.is_accelerator:
             return Stage(use, seconds, (*needs, *work))
         return Stage(use, seconds, needs, reserves=work)
 
@@ -154,8 +154,14 @@ class Prices:
 
     # --- tiers --------------------------------------------------------------------------------
 
-    def move(self, tier: str, nbytes: float, *, writes: bool) -> Stage:
-        """Bytes of one rank between a tier and memory, while all ranks of a node move theirs."""
+    def move(self, tier: str, nbytes: float, *, writes: bool, to_host: bool = False) -> Stage:
+        """Bytes of one rank between a tier and memory, while all ranks of a node move theirs.
+
+        What comes from a disk ``to_host`` memory, as states do that the host updates, stays there;
+        all else goes on to an accelerator, or comes from it, chunk by chunk.
+        """
+        accelerated = self.cluster.device.is_accelerator
+        channel = f"{HOST} {WRITE if writes else READ}"
         if tier == "nvme":
             disk = self.cluster.disk
             if disk is None:
@@ -164,12 +170,15 @@ class Prices:
                     "or probe it with --path."
                 )
             rate = (disk.write if writes else disk.read) / self.cluster.ranks_per_node
-            return Stage("tier", nbytes / rate, (("disk", 1.0),))
-        if self.cluster.device.kind == "cpu":  # the device's memory is the host's
+            if to_host or not accelerated:
+                return Stage("tier", nbytes / rate, (("disk", 1.0),))
+            bandwidth = self._host().bandwidth
+            slower = min(rate, bandwidth)
+            needs = (("disk", slower / rate), (channel, slower / bandwidth))
+            return Stage("tier", nbytes / slower, needs)
+        if not accelerated:  # the device's memory is the host's
             return Stage("tier", 0.0)
-        host = self._host()
-        direction = WRITE if writes else READ
-        return Stage("tier", nbytes / host.bandwidth, ((f"{HOST} {direction}", 1.0),))
+        return Stage("tier", nbytes / self._host().bandwidth, ((channel, 1.0),))
 
     # --- the program's own ------------------------------------------------------------------------
 
@@ -188,7 +197,7 @@ class Prices:
         """The optimizer's own work: on the device, or by the host where states rest elsewhere."""
         curve: Curve | None = self.cluster.device.update
         needs = self._processor
-        if tier != "device" and self.cluster.device.kind != "cpu":
+        if tier != "device" and self.cluster.device.is_accelerator:
             curve, needs = self._host().update, ((HOST_PROCESSOR, 1.0),)
         if curve is None:
             raise ClusterError(

@@ -39,6 +39,7 @@ USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SL
 """What a step's time goes for: work, then what is exposed of transfers, then crowded processors."""
 EXPOSED = USES[3:]
 """What a step would not take if transfers were free."""
+BACKWARD = (Trigger.BEFORE_BACKWARD, Trigger.AFTER_BACKWARD)
 Priced = TypeVar("Priced")
 WARM_UP_STEPS = 1
 """A step overlaps the refresh of the one before it, so that the first is not like the others."""
@@ -100,6 +101,7 @@ def simulate(
         topology,
         accumulates=accumulate > 1,
         saved=work.saved,
+        accelerated=cluster.device.is_accelerator,
     )
     return Estimate(
         plan=plan,
@@ -151,6 +153,8 @@ class _Unit:
     plan: Plan
     rungs: Rungs
     forward_flops: float
+    backward_times: float
+    """Operations of its backward over those of its forward; 0: no gradient comes here."""
 
     @cached_property
     def numel(self) -> int:
@@ -193,8 +197,13 @@ class _Unit:
         )  # fmt: skip
 
     @cached_property
-    def overlaps_outer(self) -> bool:
-        return outer_step(self.spec, self.rungs, self.plan) is not None
+    def _outer_step(self) -> int | None:
+        return outer_step(self.spec, self.rungs, self.plan)
+
+    def overlaps_outer(self, op: Op) -> bool:
+        """Whether the last hop of a reduction travels beside its next chunk; under no_sync there
+        may be no such hop."""
+        return bool(op.hops) and op.hops[-1].step == self._outer_step
 
 
 class _Steps:
@@ -207,13 +216,14 @@ class _Steps:
         self._topology = cluster.topology
         self._prices = Prices(cluster, habits)
         self._root = model.units[0].name
-        flops = _forward_flops(model, work)
+        flops, backward = _forward_flops(model, work), backward_times(model)
         self._units = {
             unit.name: _Unit(
                 unit,
                 plan.for_unit(unit.name),
                 resolve(plan, self._topology, unit.name),
                 flops[unit.name],
+                backward[unit.name],
             )
             for unit in model.units
         }
@@ -227,8 +237,8 @@ class _Steps:
         self._prices_of: dict[int, tuple[Op, Any]] = {}
         self._updates: list[Job] = []
         """Those that run beside a backward."""
-        self._holds = False
-        """Whether gradients of this pass are added to those of others, on G's rung."""
+        self._phase = Phase.ONLY
+        """Of the pass that is being walked."""
         checkpoints = max(0, work.saved.checkpoints - work.saved.small)
         self._input_bytes = checkpoints / max(1, len(work.forward_flops) - 1)
 
@@ -244,7 +254,7 @@ class _Steps:
             for phase in phases:
                 if last and phase in (Phase.MIDDLE, Phase.LAST):
                     yield Mark(phase.value)
-                self._holds = not phase.synchronises
+                self._phase = phase
                 yield from self._pass(events[phase])
         yield Mark("over")
 
@@ -259,7 +269,13 @@ class _Steps:
         numel = unit.numel if op.kind is Kind.GATHER else unit.trained_numel
         return self._priced(op, lambda: self._prices.climb(use, op, numel, unit.rungs))
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether this pass's gradients stop on G's rung, and wait for those of others."""
+        return not self._phase.synchronises
+
     def _pass(self, events: Sequence[Event]) -> Iterator[Instruction]:
+        events = [event for event in events if self._happens(event)]
         forward = [event for event in events if event.trigger is Trigger.BEFORE_FORWARD]
         backward = [event for event in events if event.trigger is Trigger.BEFORE_BACKWARD]
         walk = _Walk(self, forward)
@@ -291,7 +307,7 @@ class _Steps:
                 yield from self._reduce(unit, event)
         while self._reductions:
             jobs = self._reductions.popleft()
-            for job in jobs if self._habits.late and not self._holds else ():
+            for job in jobs if self._habits.late and not self._is_held else ():
                 yield Submit(job)
             for job in jobs:
                 yield Wait(job)
@@ -302,10 +318,16 @@ class _Steps:
             if event.trigger is Trigger.STEP:
                 yield from self._step(event)
 
+    def _happens(self, event: Event) -> bool:
+        """No backward reaches frozen units before the first one that is trained."""
+        if event.trigger not in BACKWARD:
+            return True
+        return event.unit == self._root or self._units[event.unit].backward_times > 0
+
     # --- compute ------------------------------------------------------------------------------
 
     def _compute(self, what: str, unit: _Unit, *, backward: bool) -> Compute:
-        flops = unit.forward_flops * (2 if backward else 1)
+        flops = unit.forward_flops * (unit.backward_times if backward else 1)
         stage = self._prices.compute(self._work.dtype, flops, backward=backward)
         return Compute(f"{what} {unit.spec.name}", stage)
 
@@ -379,7 +401,7 @@ class _Steps:
     def _reduce(self, unit: _Unit, event: Event) -> Iterator[Instruction]:
         if not event.ops:
             return
-        late = self._habits.late and not self._holds
+        late = self._habits.late and not self._is_held
         while not late and len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
             for job in self._reductions.popleft():
                 yield Wait(job)
@@ -398,9 +420,9 @@ class _Steps:
             elif op.kind is Kind.STORE:
                 stage = self._prices.move(unit.plan.grads.tier, op.moved_bytes, writes=True)
                 jobs.append(Job("store", f"store {name}", [stage], jobs[-1] if jobs else None))
-        if self._holds:
-            adding = self._prices.add("reduce", unit.held_bytes)
-            jobs.append(Job("reduce", f"hold {name}", [adding], jobs[-1] if jobs else None))
+        if self._phase is not Phase.ONLY:
+            holding = Job("reduce", f"hold {name}", self._hold(unit), jobs[-1] if jobs else None)
+            jobs.append(holding)
         for job in jobs if not late else ():
             yield Submit(job)
         if jobs:
@@ -409,6 +431,15 @@ class _Steps:
             if op.kind is Kind.STEP:
                 yield from self._update_beside(unit, op, jobs)
 
+    def _hold(self, unit: _Unit) -> list[Stage]:
+        """What several micro-batches cost beside their reductions: sums on G's rung."""
+        if self._phase is Phase.FIRST:
+            return [self._prices.copy(unit.held_bytes, "reduce")]
+        stages = [self._prices.add("reduce", unit.held_bytes)]
+        if self._phase is Phase.LAST and unit.rungs.grads != unit.rungs.bottom:
+            stages.append(self._prices.copy(unit.held_bytes, "reduce"))  # to where they travel from
+        return stages
+
     def _descend(self, unit: _Unit, op: Op) -> list[Job]:
         name = f"reduce {unit.spec.name}"
         jobs: list[Job] = []
@@ -416,7 +447,7 @@ class _Steps:
         chunks = self._priced(
             op,
             lambda: self._prices.descend(
-                op, unit.trained_numel, unit.rungs, overlaps=unit.overlaps_outer
+                op, unit.trained_numel, unit.rungs, overlaps=unit.overlaps_outer(op)
             ),
         )
         for index, (inner, last) in enumerate(chunks):
@@ -466,6 +497,9 @@ class _Steps:
             Job("fetch", f"read states of {name}", [reads]),
             Job("store", f"write states of {name}", [writes]),
         ]
+        crossing = self._prices.move("cpu", op.crossing_bytes, writes=True)
+        if crossing.seconds:
+            jobs.append(Job("exchange", f"exchange {name}", [crossing]))
         for job in jobs:
             yield Submit(job)
         for stage in work:
@@ -475,9 +509,11 @@ class _Steps:
 
     def _step_moves(self, tier: str, op: Op) -> tuple[Stage, Stage]:
         """What an update moves to a tier, and from it."""
+        read = op.moved_bytes - op.written_bytes
+        on_host = self._units[op.unit].plan.optim.tier != "device"
         return (
-            self._prices.move(tier, op.written_bytes, writes=True),
-            self._prices.move(tier, op.moved_bytes - op.written_bytes, writes=False),
+            self._prices.move(tier, op.written_bytes, writes=True, to_host=on_host),
+            self._prices.move(tier, read, writes=False, to_host=on_host),
         )
 
     def _update_beside(self, unit: _Unit, op: Op, reduction: list[Job]) -> Iterator[Instruction]:
@@ -565,6 +601,23 @@ def _forward_flops(model: ModelSpec, work: Work) -> dict[str, float]:
         name = untiled(unit.name)
         share = 1.0 if members[name] == 1 else unit.numel / max(1, numels[name])
         found[unit.name] = work.forward_flops.get(name, 0.0) * share
+    return found
+
+
+def backward_times(model: ModelSpec) -> dict[str, float]:
+    """Of every unit: operations of its backward over those of its forward.
+
+    As many for the gradients of its inputs, if anything before it is trained (of the root, which
+    comes first, all is), and as many for those of its weights, as far as these are trained.
+    """
+    root, *inner = model.units
+    reached = bool(trained_flats(root))
+    found = {root.name: 2.0 if reached else 1.0}
+    for unit in inner:  # in the order of a forward
+        trained = sum(flat.numel for flat in trained_flats(unit))
+        total = sum(flat.numel for flat in unit.flats)
+        found[unit.name] = float(reached) + trained / max(1, total)
+        reached = reached or trained > 0
     return found
 
 

@@ -25,7 +25,7 @@ TERMS = {
     "staging": "buffers of the disk",
     "wires": "encoded payloads",
     "activations": "activations",
-    "allowance": "temporaries",
+    "allowance": "temporaries and holes",
 }
 """The terms of a device's memory, in words."""
 
@@ -51,9 +51,12 @@ def along(
     saved: Saved,
     *,
     accumulates: bool = False,
+    accelerated: bool = False,
 ) -> list[Moment]:
     """The moments of a step's last pass, in order."""
-    needed = memory(plan, model, topology, accumulates=accumulates, saved=saved)
+    needed = memory(
+        plan, model, topology, accumulates=accumulates, saved=saved, accelerated=accelerated
+    )
     phase = Phase.LAST if accumulates else Phase.ONLY
     held = _Held(plan, model, topology, saved, needed)
     return list(held.moments(phase))

@@ -56,7 +56,8 @@ class Memory:
     staging: int = 0
     """Buffers between memory and a disk. P: parts that are fetched ahead. G: a unit's part while
     it is summed. OS: two windows of everything that the update touches, and of states while the
-    optimizer makes them. And writes under way, and the disk's threads' own."""
+    optimizer makes them. And writes under way, and the disk's threads' own. Beside accelerators
+    these are the host's, and count in ``cpu``."""
     wires: int = 0
     """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
     (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
@@ -64,7 +65,7 @@ class Memory:
     """What forward saves for backward, as far as it stays in the device's memory."""
 
     cpu: int = 0
-    """States and activations that rest in host memory; none of ``total``."""
+    """What is in the memory of a host beside accelerators; none of ``total``."""
     nvme: int = 0
     """States and activations that rest on the disk; none of ``total``."""
 
@@ -130,14 +131,17 @@ def memory(
     optim_words: int = OPTIM_WORDS,
     accumulates: bool = False,
     saved: Saved | None = None,
+    accelerated: bool = False,
 ) -> Memory:
     """What each rank holds in a training step.
 
     ``optim_words`` is what the optimizer stores for an element (Adam: 2). ``accumulates`` says
     that steps have several micro-batches under ``no_sync``. ``saved`` is what forward saves for
-    backward; without it activations do not count.
+    backward; without it activations do not count. ``accelerated`` devices have a memory of their
+    own: then the disk's buffers are the host's.
     """
     placed = _placed(plan, model, topology)
+    staging = _staging(placed, plan, optim_words)
 
     def resting(tier: str) -> dict[str, int]:
         terms: dict[str, Callable[[_Placed], int]] = {
@@ -157,8 +161,8 @@ def memory(
         kept=sum(_kept(unit) for unit in placed[1:]),
         gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
         grad_buffers=_grad_buffers(placed),
-        staging=_staging(placed, plan, optim_words),
-        cpu=sum(resting("cpu").values()),
+        staging=0 if accelerated else staging,
+        cpu=sum(resting("cpu").values()) + (staging if accelerated else 0),
         nvme=sum(resting("nvme").values()),
         wires=_climbs(placed)
         + max(_spread(unit) for unit in placed)
@@ -201,8 +205,10 @@ def _params(placed: _Placed) -> int:
 
 
 def _kept(placed: _Placed) -> int:
-    rungs = placed.rungs
-    return placed.compute_bytes(rungs.keep) if rungs.keep < rungs.params else 0
+    rung = kept_rung(placed.rungs, placed.plan, encloses=False)
+    if rung is None or not travels(placed.rungs, placed.plan):
+        return 0  # nothing but P itself
+    return placed.compute_bytes(rung)
 
 
 def _gathered_root(root: _Placed) -> int:

@@ -100,6 +100,9 @@ class Op:
     """What a rank moves between memory and the tier where the state rests, both ways together."""
     written_bytes: int = 0
     """Of an update: what of it leaves the device's memory for the tier."""
+    crossing_bytes: int = 0
+    """Of an update by a host whose states rest on a disk: gradients that come from the device, and
+    the new parameters that go back."""
 
     @property
     def sent_bytes(self) -> int:
@@ -141,8 +144,8 @@ def unit_ops(unit: UnitSpec, rungs: Rungs, plan: Plan, phase: Phase, *, encloses
     if phase is not Phase.EVAL and (trained := trained_flats(unit)):
         ops[Trigger.GRADS_READY] = _grads_ready(unit, trained, rungs, plan, phase)
         if phase.synchronises:
-            read, written = _step_moves(trained, rungs, plan)
-            update = Op(Kind.STEP, unit.name, (), read + written, written)
+            read, written, crossing = _step_moves(trained, rungs, plan)
+            update = Op(Kind.STEP, unit.name, (), read + written, written, crossing)
             when = Trigger.GRADS_READY if _updates_early(plan, encloses) else Trigger.STEP
             ops[when] += (update,)
             ops[Trigger.STEP] += _refresh(unit, trained, rungs, plan)
@@ -313,13 +316,15 @@ OPTIM_WORDS = 2
 """What the optimizer is taken to store for an element; Adam's kin have two."""
 
 
-def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[int, int]:
-    """What an update reads from tiers and writes there: states and master, gradients, P.
+def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[int, int, int]:
+    """What an update reads from tiers and writes there: states and master, gradients, P; and what
+    crosses between device and host beside that.
 
     States in host memory are updated where they are: only gradients come, and the new P leaves.
+    Those on a disk are updated in host memory as well, where gradients and P may be already.
     """
     params, grads, optim = (getattr(plan, state).tier for state in ("params", "grads", "optim"))
-    read = written = 0
+    read = written = crossing = 0
     for flat in flats:
         separate = has_master(plan, rungs, flat.dtype)
         word = part_bytes([(flat, plan.precision.master_dtype(flat.dtype))], rungs, rungs.optim)
@@ -331,11 +336,13 @@ def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[
         if optim == "nvme":
             read += (OPTIM_WORDS + separate) * word
             written += (OPTIM_WORDS + separate) * word
-        read += word if grads != "device" else 0
-        if params != "device":
+            crossing += (word if grads == "device" else 0) + (own if params == "device" else 0)
+        here = {"device", "cpu"} if optim == "nvme" else {"device"}
+        read += word if grads not in here else 0
+        if params not in here:
             written += own
             read += 0 if separate else own
-    return read, written
+    return read, written, crossing
 
 
 def part_bytes(sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, rung: int) -> int:

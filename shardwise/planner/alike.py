@@ -15,7 +15,6 @@ from typing import Any
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.layout import ModelSpec
-from shardwise.core.topology import Topology
 from shardwise.core.work import Saved, Work
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate, simulate
@@ -67,10 +66,13 @@ class Alike:
         return first + (second - first) * (self.run[1] - length) / LONGER
 
     def memory(
-        self, plan: Plan, topology: Topology, *, accumulates: bool, saved: Saved | None
+        self, plan: Plan, cluster: Cluster, *, accumulates: bool, saved: Saved | None
     ) -> Memory:
         """As ``plan.memory.memory``."""
-        options: dict[str, Any] = {"accumulates": accumulates, "saved": saved}
+        topology, accelerated = cluster.topology, cluster.device.is_accelerator
+        options: dict[str, Any] = {
+            "accumulates": accumulates, "saved": saved, "accelerated": accelerated
+        }  # fmt: skip
         if not self.is_longer_than(SHORT):
             return memory(plan, self.model, topology, **options)
         first, second = (memory(plan, short, topology, **options) for short in self.shorts[SHORT])
@@ -109,7 +111,7 @@ class Alike:
             },
             memory=self.memory(
                 plan,
-                cluster.topology,
+                cluster,
                 accumulates=accumulate > 1,
                 saved=work.saved,
             ),

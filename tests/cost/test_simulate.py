@@ -16,13 +16,13 @@ from shardwise.cost.engine import run as run_program
 from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
-from shardwise.cost.simulate import USES, Estimate, _Steps, simulate
+from shardwise.cost.simulate import USES, Estimate, _Steps, backward_times, simulate
 from shardwise.plan import presets
 from shardwise.plan.builtin import builtin
 from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, Tiers, resolve
 from shardwise.plan.presets import PRESETS
-from shardwise.plan.schedule import CHUNK_NUMEL, Hop, Kind, Op
+from shardwise.plan.schedule import CHUNK_NUMEL, Hop, Kind, Op, Phase
 from shardwise.plan.traffic import Use, step_phases, step_traffic
 from shardwise.plan.validate import violations
 from shardwise.planner.alike import SHORT_STEP, Alike
@@ -185,9 +185,10 @@ class TestCopies:
 
     def test_micro_batches_are_added_up(self) -> None:
         found = self.estimate(presets.zero1(), accumulate=3)
-        # Two passes add to what rests in full: 3 bytes move where a copy moves 2.
+        # The first is copied to what rests in full, two are added (3 bytes move where a copy moves
+        # 2), and the sum is copied to where it travels from.
         assert self.seconds(found, "hold") == pytest.approx(
-            2 * 1.5 * sum(self.numels) * 4 / COPIES, rel=0.01
+            (1 + 2 * 1.5 + 1) * sum(self.numels) * 4 / COPIES, rel=0.01
         )
         assert self.seconds(self.estimate(presets.zero1()), "hold") == 0
 
@@ -346,11 +347,106 @@ def test_memory_is_the_models() -> None:
     for accumulate, accumulates in ((1, False), (4, True)):
         found = estimate(plan, on, accumulate=accumulate).memory
         assert found == memory(
-            plan, model(4), on.topology, accumulates=accumulates, saved=work().saved
-        )
+            plan, model(4), on.topology, accumulates=accumulates, saved=work().saved,
+            accelerated=True,
+        )  # fmt: skip
+
+
+def frozen(names: tuple[str, ...]) -> ModelSpec:
+    """The model with some units that are not trained."""
+
+    def freeze(unit):
+        if unit.name not in names:
+            return unit
+        (flat,) = unit.flats
+        (slot,) = flat.slots
+        still = replace(slot, param=replace(slot.param, requires_grad=False))
+        return replace(unit, flats=(replace(flat, slots=(still,)),))
+
+    made = model(4)
+    return replace(made, units=tuple(freeze(unit) for unit in made.units))
+
+
+def test_backward_of_what_is_not_trained() -> None:
+    """Through frozen units gradients only pass; before the first trained one none does."""
+    every = ("root", "blocks.0", "blocks.1", "blocks.2")
+    for names, times in (
+        ((), (2, 2, 2, 2)),
+        (every[1:2], (2, 1, 2, 2)),
+        (every[:2], (1, 0, 1, 2)),
+        (every[:3], (1, 0, 0, 1)),
+    ):
+        assert backward_times(frozen(names)) == dict(zip(every, times, strict=True))
+    on = cluster("node=2,world=2")
+    for plan in (presets.zero3(), replace(presets.zero3(), activations="recompute")):
+        whole = simulate(plan, model(4), work(), on, spans=True)
+        part = simulate(plan, frozen(every[:3]), work(), on, spans=True)
+        found = [span.name for span in part.spans]
+        assert not {"backward blocks.0", "recompute blocks.0", "backward blocks.1"} & set(found)
+        assert found.count("gather blocks.1") == 1
+        assert found.count("gather blocks.2") == 2
+        assert part.exposed["compute"] < 0.7 * whole.exposed["compute"]
+
+
+def test_sums_of_micro_batches_are_priced_in_every_pass() -> None:
+    """The first is copied, the others are added, and the last goes back to where it travels from,
+    unless gradients rest where they are reduced to."""
+    on = cluster("node=2,world=2", bandwidth=FAST, latency_s=0.0)
+    held = {}
+    for name, plan in (("amsp", presets.amsp()), ("zero3", presets.zero3())):
+        steps = _Steps(plan, model(4), work(), on)
+        jobs = [
+            instruction.job
+            for instruction in steps.program([Phase.FIRST, Phase.MIDDLE, Phase.LAST])
+            if isinstance(instruction, Submit) and instruction.job.name == "hold blocks.0"
+        ]
+        part = 4 * 10**6 / on.topology.factor(plan.grads.spread) / COPIES
+        held[name] = [sum(s.seconds for s in job.stages) / part for job in jobs[-3:]]
+    assert held["amsp"] == pytest.approx([1, 1.5, 2.5], rel=0.01)
+    assert held["zero3"] == pytest.approx([1, 1.5, 1.5], rel=0.01)
+
+
+def test_only_the_hop_that_overlaps_does() -> None:
+    """Under no_sync a lean reduction ends in the node: nothing of it travels on the outer lane."""
+    steps = _Steps(presets.lean(), model(4), work(), cluster("node=2,world=2"))
+    for phase, lanes in ((Phase.MIDDLE, {"reduce"}), (Phase.ONLY, {"reduce", "outer"})):
+        jobs = [
+            instruction.job
+            for instruction in steps.program([phase])
+            if isinstance(instruction, Submit) and instruction.job.name == "reduce blocks.0"
+        ]
+        assert {job.lane for job in jobs} == lanes
 
 
 # --- tiers and others' habits ---------------------------------------------------------------------
+
+
+def test_a_disks_buffers_are_the_hosts_beside_accelerators_only() -> None:
+    on, plan = cluster("node=2,world=2"), plan_of("infinity")
+    beside, same = (
+        estimate(plan, replace(on, device=replace(on.device, kind=kind))).memory
+        for kind in ("cuda", "cpu")
+    )
+    assert same.staging > 0 == same.cpu
+    assert (beside.staging, beside.cpu) == (0, same.staging)
+    assert beside.total == same.total - same.staging
+
+
+def test_what_a_disk_has_goes_through_host_memory_to_an_accelerator() -> None:
+    """At the slower one's speed, and the other has as much left as it does not need."""
+    fast, slow = 8e9, 2e9
+    for disk, host in ((fast, slow), (slow, fast)):
+        on = cluster("node=2,world=2", disk=Disk(size_bytes=10**12, read=2 * disk, write=disk))
+        on = replace(on, host=replace(on.host, bandwidth=host))
+        prices = Prices(on)
+        stage = prices.move("nvme", 1e9, writes=False)
+        assert stage.seconds == pytest.approx(1e9 / slow)
+        shares = dict(stage.needs)
+        assert shares == pytest.approx({"disk": slow / disk, "host read": slow / host})
+        # What the host updates stays there, and of CPUs all does.
+        assert dict(prices.move("nvme", 1e9, writes=False, to_host=True).needs) == {"disk": 1.0}
+        alone = Prices(replace(on, host=None, device=replace(on.device, kind="cpu")))
+        assert alone.move("nvme", 1e9, writes=False).seconds == pytest.approx(1e9 / disk)
 
 
 def test_slower_disks_expose_more() -> None:

@@ -161,3 +161,13 @@ def test_cutting_further_never_needs_more(numels: list[int]) -> None:
 def test_every_legal_plan_has_a_size(plan: Plan) -> None:
     found = memory(plan, MODEL, GRID, accumulates=True)
     assert found.total >= found.params > 0
+
+
+def test_what_is_kept_in_full_counts_wherever_parameters_rest() -> None:
+    """Also where they are not cut: they come from their tier and stay until backward."""
+    plan = presets.zero3(keep="full")
+    away = replace(plan, params=replace(plan.params, spread="none", tier="cpu"))
+    inner = sum(flat.numel for unit in MODEL.units[1:] for flat in unit.flats)
+    assert memory(away, MODEL, GRID).kept == memory(plan, MODEL, GRID).kept == 4 * inner
+    resident = replace(plan, params=replace(plan.params, spread="none"), keep="none")
+    assert memory(resident, MODEL, GRID).kept == 0

@@ -339,3 +339,32 @@ def test_hops_conserve_bytes_for_every_legal_plan(numels: list[int], plan: Plan)
     flows = sent(traffic)
     assert flows[0] == gathered
     assert flows[2:] == [4 * ring.across(ring.all), spread, refreshed]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "disk", "crossing"),
+    [
+        # In mixed precision an element has 2 states and a master of 4 bytes; G 4, P 2 bytes.
+        (("device", "device", "nvme"), (12, 12), 6),
+        (("device", "cpu", "nvme"), (12, 12), 2),  # gradients are in host memory already
+        (("cpu", "cpu", "nvme"), (12, 12), 0),
+        (("device", "nvme", "nvme"), (16, 12), 2),
+        (("nvme", "nvme", "nvme"), (16, 14), 0),
+        (("device", "device", "cpu"), (2, 4), 0),  # to and from host memory instead
+    ],
+)
+def test_an_update_moves_each_state_from_its_own_tier(
+    tiers: tuple[str, str, str], disk: tuple[int, int], crossing: int
+) -> None:
+    precision = Precision(compute="bfloat16", reduce="bfloat16", master="float32")
+    plan = presets.zero3(precision=precision)
+    states = {
+        name: replace(getattr(plan, name), tier=tier)
+        for name, tier in zip(("params", "grads", "optim"), tiers, strict=True)
+    }
+    model = model_of([0, 4096], GRID.world)
+    events = schedule(replace(plan, **states), model, GRID)
+    (op,) = [op for op in events[-1].ops if op.kind is Kind.STEP and op.unit == "u.1"]
+    own = 4096 // GRID.world
+    assert (op.moved_bytes - op.written_bytes, op.written_bytes) == (disk[0] * own, disk[1] * own)
+    assert op.crossing_bytes == crossing * own
