@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardwise.model.deferred import deferred_init
     from shardwise.plan import presets
     from shardwise.plan.plan import Override, Plan, Precision, StatePlan, Tiers
-    from shardwise.planner.api import simulate
+    from shardwise.planner.api import plan, simulate
     from shardwise.probe.probe import probe
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
@@ -69,6 +69,7 @@ __all__ = [
     "load_pretrained",
     "no_sync",
     "optim_state_dict",
+    "plan",
     "presets",
     "probe",
     "set_grad_divisor",
@@ -85,8 +86,8 @@ def __getattr__(name: str) -> Any:
     """Imports on first use: planning must not wait for torch."""
     if name == "presets":
         return importlib.import_module("shardwise.plan.presets")
-    if name == "probe":
-        return importlib.import_module("shardwise.probe")  # a package that can be called
+    if name in ("plan", "probe"):
+        return importlib.import_module(f"shardwise.{name}")  # packages that can be called
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shardwise' has no attribute '{name}'")

@@ -20,6 +20,7 @@ from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
 from shardwise.core.trace import Trace, recording
 from shardwise.model.units import find_units, spec_of
+from shardwise.plan.facts import Run
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import check
@@ -41,7 +42,11 @@ def shard(
     elementwise: bool = ...,
     timeout_s: float = ...,
     micro_batch: int = ...,
+    accumulate: int = ...,
     seq: int | None = ...,
+    lossless: bool = ...,
+    path: str | PathLike[str] | None = ...,
+    run: Run | None = ...,
 ) -> nn.Module: ...
 
 
@@ -55,7 +60,11 @@ def shard(
     elementwise: bool = ...,
     timeout_s: float = ...,
     micro_batch: int = ...,
+    accumulate: int = ...,
     seq: int | None = ...,
+    lossless: bool = ...,
+    path: str | PathLike[str] | None = ...,
+    run: Run | None = ...,
 ) -> tuple[nn.Module, Optimizer]: ...
 
 
@@ -71,12 +80,16 @@ def shard(
     accumulate: int = 1,
     seq: int | None = None,
     lossless: bool = False,
+    path: str | PathLike[str] | None = None,
+    run: Run | None = None,
 ) -> Any:
     """Shards a model (and its optimizer) in place over all ranks; collective.
 
     ``plan`` is a preset's name, a plan file, a Plan, or ``auto``: the fastest that fits, for
     ``accumulate`` micro-batches a step of ``micro_batch`` sequences of ``seq`` tokens on each rank;
-    ``lossless`` allows it no hop in fewer bits. ``levels`` describes the grid, innermost first
+    ``lossless`` allows it no hop in fewer bits, ``path`` is a folder on a disk where states may
+    rest, and ``run(model, micro_batch, seq)`` runs a forward with its loss, for models that do not
+    take ``(input_ids, labels)``. ``levels`` describes the grid, innermost first
     (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come back
     as the same objects. Values: a model built in ``deferred_init`` is materialised unit by unit,
     straight into parts; otherwise rank 0's values win. An optimizer that is built later is taken
@@ -113,14 +126,17 @@ def shard(
             micro_batch=micro_batch,
             accumulate=accumulate,
             seq=seq,
+            path=str(path or ""),
             loss=auto.Loss.NONE if lossless else auto.Loss.SAFE,
+            run=run,
         )
         plan = candidate.plan
-    elif lossless:
-        raise UsageError(
-            "lossless=True is for plan='auto'; this plan has wires of its own, so leave lossless "
-            "away, or change its wires."
-        )
+    else:
+        _check_unplanned(
+            lossless=lossless or None, path=path, run=run, seq=seq,
+            micro_batch=micro_batch if micro_batch != 1 else None,
+            accumulate=accumulate if accumulate != 1 else None,
+        )  # fmt: skip
     chosen = load_plan(plan)
     device = build.target_device(model)
     if device.type == "cpu":
@@ -148,6 +164,16 @@ def shard(
     weakref.finalize(model, grid.end_lanes)
     weakref.finalize(model, runtime.homes.close)
     return model if optimizer is None else (model, optimizer)
+
+
+def _check_unplanned(**given: object) -> None:
+    """Refuses what only ``plan='auto'`` asks for: it would change nothing."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}={value} is for plan='auto'; this plan has its own wires and tiers, and no "
+                f"use for batches: leave {name} away, or change the plan."
+            )
 
 
 def unshard(model: nn.Module) -> nn.Module:

@@ -1,25 +1,25 @@
 """``plan="auto"``: probe the ranks that are here, plan for the model as it is, and say so."""
 
-import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
-from shardwise.model.facts import ModuleFacts, Run
+from shardwise.model.facts import facts_of_module, main_dtype
+from shardwise.plan.facts import Run
 from shardwise.plan.schedule import Kind, Op
+from shardwise.planner.choices import wires
 from shardwise.planner.search import Candidate, Request, overflows, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
 from shardwise.probe.cache import cached_probe
+from shardwise.probe.progress import shown
 from shardwise.probe.scope import DTYPES
 from shardwise.runtime.runtime import Runtime
 from shardwise.train.metrics import format_bytes
@@ -48,15 +48,18 @@ def choose(
             f"plan='auto' must know how long sequences are, and {type(model).__name__} does not "
             "say; pass seq= to shardwise.shard."
         )
-    dtype = _dtype(model)
+    dtype = main_dtype(model)
     if dtype not in DTYPES:
         raise UsageError(
             f"plan='auto' knows models in {', '.join(DTYPES)}, and this {type(model).__name__} is "
             f"in {dtype}; give a preset or a plan."
         )
-    cluster = cached_probe(levels, dtype=dtype, path=path or None, quick=quick)
+    with shown(_is_first()) as progress:
+        cluster = cached_probe(
+            levels, dtype=dtype, path=path or None, progress=progress, quick=quick
+        )
     request = Request(
-        facts=ModuleFacts(_copies(model), run, name=type(model).__name__),
+        facts=facts_of_module(model, run),
         cluster=cluster,
         global_batch=micro_batch * accumulate * cluster.world,
         seq=tokens,
@@ -66,16 +69,19 @@ def choose(
     )
     found = search(request)
     if found.best is None:
-        lack = next(overflows(found.smallest.estimate.memory, request)) if found.smallest else None
+        needed = found.smallest and found.smallest.estimate.memory
+        lack = (
+            max(overflows(needed, request), key=lambda o: o.times, default=None) if needed else None
+        )
         amounts = (
-            f"; the smallest plan needs {format_bytes(lack.needed)} and a rank has "
-            f"{format_bytes(lack.available)}"
+            f"; the smallest plan needs {format_bytes(lack.needed)} a rank on tier {lack.tier}, "
+            f"which has {format_bytes(lack.available)}"
             if lack
             else ""
         )
         raise UsageError(
             f"No plan for {type(model).__name__} fits this machine{amounts}: use more ranks, "
-            "a smaller micro-batch, or the preset infinity with a disk."
+            "a smaller micro-batch, or a disk (path=)."
         )
     best = refine(request, found.best)
     if _is_first():
@@ -98,15 +104,15 @@ def _is_first() -> bool:
 def describe(chosen: Candidate, num_plans: int) -> str:
     """The choice in a few lines."""
     plan, estimate = chosen.plan, chosen.estimate
-    wires = {"P": plan.params.wire, "G": plan.grads.wire, "OS": plan.optim.wire}
-    encoded = ", ".join(f"{name} {wire}" for name, wire in wires.items() if wire)
+    states = {"P": plan.params, "G": plan.grads, "OS": plan.optim}
+    away = ", ".join(f"{name} on {s.tier}" for name, s in states.items() if s.tier != "device")
     hidden = {use: seconds / estimate.step_s for use, seconds in estimate.exposed.items()}
     largest = sorted(hidden, key=lambda use: -hidden[use])[:3]
-    apart = f", {len(plan.overrides)} units apart" if plan.overrides else ""
+    apart = f", {len(plan.overrides)} units otherwise" if plan.overrides else ""
     return (
         f"auto: P={plan.params.spread} G={plan.grads.spread} OS={plan.optim.spread} "
         f"keep={plan.keep}, activations {plan.activations}, "
-        f"wires {encoded or 'raw'}{apart}; best of {num_plans} plans\n"
+        f"wires {wires(plan)}{apart}{away and f', {away}'}; best of {num_plans} plans\n"
         f"auto: {estimate.step_s:.3f} s a step predicted ("
         + ", ".join(f"{use} {hidden[use]:.0%}" for use in largest)
         + f"), {format_bytes(estimate.memory.total)} a rank"
@@ -154,21 +160,6 @@ WARM_UP, COMPARED = 2, 5
 """Steps: of the first ones, which record orders and make states; and those that count."""
 
 
-def _copies(model: nn.Module) -> Callable[[], nn.Module]:
-    """Makes the same module again, but with tensors that have no values yet."""
-
-    def build() -> nn.Module:
-        memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        return copy.deepcopy(model, memo)
-
-    return build
-
-
 def _longest(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     for name in ("max_position_embeddings", "n_positions", "context"):
@@ -176,8 +167,3 @@ def _longest(model: nn.Module) -> int | None:
         if isinstance(found, int):
             return found
     return None
-
-
-def _dtype(model: nn.Module) -> str:
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return str(floats[0]).removeprefix("torch.") if floats else "float32"

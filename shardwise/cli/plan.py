@@ -11,7 +11,6 @@ import typer
 
 from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 from shardwise.core.errors import UsageError
-from shardwise.core.sizes import parse_bytes
 from shardwise.train.metrics import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -51,7 +50,8 @@ def plan(
         str, typer.Option(help="A folder on the nodes' disks; without one nothing is put there.")
     ] = "",
     dtype: Annotated[
-        str | None, typer.Option(help="Of compute and wire; default: bfloat16 where there is.")
+        str | None,
+        typer.Option(help="Of compute and wire; default: bfloat16 if the device has it."),
     ] = None,
     lossless: Annotated[
         bool, typer.Option("--lossless", help="No hop in fewer bits than the dtype has.")
@@ -78,69 +78,33 @@ def plan(
       shardwise probe -o here.toml && shardwise plan --cluster here.toml --model gpt-small --seq 512
     """
     from shardwise.planner.advice import advise
+    from shardwise.planner.api import request
     from shardwise.planner.chart import check_chart
 
     if chart is not None:
         check_chart(chart)
     if output is not None and output.suffix != ".toml":
         raise UsageError(f"--output {output} is no .toml file; plans are read from those.")
-    request = _request(cluster, model, ranks, global_batch, seq, memory, path, dtype, lossless)
+    asked = request(
+        model,
+        cluster,
+        seq=seq,
+        global_batch=global_batch,
+        ranks=ranks,
+        memory=memory,
+        path=path,
+        dtype=dtype,
+        lossless=lossless,
+    )
     begin = time.perf_counter()
     with interruptible(), _telling() as tell:
-        advice = advise(request, tell)
+        advice = advise(asked, tell)
     took_s = time.perf_counter() - begin
     if advice.best is not None:
         _write(advice, advice.best, output, chart)
     print_json(_answer(advice, took_s)) if as_json else _print(advice, took_s, output, chart)
     if advice.best is None:
         raise typer.Exit(EXIT_NOTHING_FITS)
-
-
-def _request(
-    cluster: str,
-    model: str,
-    ranks: int | None,
-    global_batch: int | None,
-    seq: int,
-    memory: str | None,
-    path: str,
-    dtype: str | None,
-    lossless: bool,
-) -> Any:
-    from shardwise.cost.file import load_cluster
-    from shardwise.plan.plan import Plan
-    from shardwise.planner.api import with_precision
-    from shardwise.planner.search import Request
-    from shardwise.planner.space import Loss
-    from shardwise.train.facts import facts_of
-
-    described = load_cluster(cluster)
-    if ranks is not None:
-        described = described.with_world(ranks)
-    if path and described.disk is None:
-        raise UsageError(
-            f"--path {path} has no use: cluster '{described.name}' has no disk in its description; "
-            "add [disk], or probe it with shardwise probe --path."
-        )
-    return Request(
-        facts=facts_of(model),
-        cluster=described,
-        global_batch=global_batch or described.world,
-        seq=seq,
-        precision=with_precision(Plan(), described, dtype).precision,
-        loss=Loss.NONE if lossless else Loss.SAFE,
-        path=path,
-        memory_bytes=_limit(memory),
-    )
-
-
-def _limit(memory: str | None) -> int | None:
-    if memory is None:
-        return None
-    limit = parse_bytes(memory, "--memory")
-    if limit <= 0:
-        raise UsageError(f"--memory {memory} leaves nothing; give for example '20 GiB'.")
-    return limit
 
 
 @contextmanager
@@ -164,7 +128,7 @@ def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path
         head = (
             f"# {advice.request.facts.name} on {advice.request.cluster.name}, "
             f"{advice.request.cluster.topology}: micro-batch {best.batch.micro}, "
-            f"{best.batch.accumulate} a step; {best.step_s:.3f} s predicted.\n"
+            f"{best.batch.accumulate} of them a step; {best.step_s:.3f} s predicted.\n"
         )
         try:
             text = head + dump_plan(replace(best.plan, name="planned"))
@@ -246,6 +210,8 @@ def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
         "flops_per_s": estimate.flops_per_s,
         "exposed_s": estimate.exposed,
         "memory_bytes": estimate.memory.total,
+        "cpu_bytes": estimate.memory.cpu,
+        "nvme_bytes": estimate.memory.nvme,
         "fits": candidate.fits(advice.request),
     }
 
@@ -281,7 +247,7 @@ def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | N
         "comes first, then what needs less memory)",
         table,
     )
-    console.print("[bold]What the step goes for[/bold]")
+    console.print("[bold]Where the step's time goes[/bold]")
     for use, seconds in advice.best.estimate.exposed.items():
         if seconds > 0.001 * advice.best.step_s:
             share = seconds / advice.best.step_s
@@ -296,8 +262,14 @@ def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | N
         gain = f"{what_if.speed_up:.2f} times as fast" if what_if.speed_up > 1.005 else "no faster"
         console.print(f"  with {what_if.change}: {what_if.step_s:.3f} s, {gain}")
     if advice.choices:
-        console.print("\n[bold]Why it wins[/bold]: one other choice", _choices_table(advice))
-    console.print("\n[bold]With less memory[/bold]", _plans_table(advice, list(advice.front)))
+        console.print(
+            "\n[bold]Why it wins[/bold]: the best alternative of each choice",
+            _choices_table(advice),
+        )
+    console.print(
+        "\n[bold]With less memory[/bold] (the front of memory against time)",
+        _plans_table(advice, list(advice.front)),
+    )
     console.print("[bold]Presets[/bold], in the same batch", _presets_table(advice, advice.best))
     for name, reason in advice.left_out.items():
         console.print(f"  without {name}: {reason}", markup=False)
@@ -314,9 +286,10 @@ def _print_nothing_fits(console: "Console", advice: "Advice") -> None:
     console.print("[bold red]Nothing fits.[/bold red] What needs least:")
     console.print(_plans_table(advice, [smallest]))
     for lack in advice.lacking():
+        missing = format_bytes(lack.needed - lack.available)
         console.print(
             f"  {lack.tier}: needs {format_bytes(lack.needed)} a rank, has "
-            f"{format_bytes(lack.available)}: {lack.needed / lack.available:.2f} times too much"
+            f"{format_bytes(lack.available)}: {missing} too little"
         )
     _print_peak(console, advice)
     if advice.remedies:
@@ -370,9 +343,15 @@ def _table(*columns: str, words: int) -> "Table":
 def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
     from shardwise.planner.choices import wires
 
+    # Other memory than the device's has a column only where some plan uses it.
+    beside = [
+        (words, term)
+        for words, term in (("host", "cpu"), ("disk", "nvme"))
+        if any(getattr(candidate.estimate.memory, term) for candidate in candidates)
+    ]
     table = _table(
         "P / G / OS", "keep", "wires", "tiers", "activations", "batch",
-        "step", "exposed", "TFLOP/s", "memory", words=6,
+        "step", "exposed", "TFLOP/s", "memory", *(words for words, _ in beside), words=6,
     )  # fmt: skip
     least = {"keep": 8, "wires": 5}  # these give way where a table is too wide, down to so much
     for column in table.columns:
@@ -382,7 +361,7 @@ def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
         plan, estimate = candidate.plan, candidate.estimate
         states = (plan.params, plan.grads, plan.optim)
         tiers = [state.tier for state in states]
-        exceptions = f", {len(plan.overrides)} apart" if plan.overrides else ""
+        exceptions = f", {len(plan.overrides)} units otherwise" if plan.overrides else ""
         table.add_row(
             partitioning(candidate) + exceptions,
             plan.keep + (" until step" if plan.keep_until == "step" else ""),
@@ -394,6 +373,7 @@ def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
             _exposed(candidate),
             f"{estimate.flops_per_s / 1e12:.1f}",
             format_bytes(estimate.memory.total),
+            *(format_bytes(getattr(estimate.memory, term)) for _, term in beside),
         )
     return table
 

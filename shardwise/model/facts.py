@@ -7,6 +7,7 @@ itself: there, what would be a copy is often a view. Where the two runs do not m
 itself is run.
 """
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -28,11 +29,9 @@ from shardwise.core.work import Work
 from shardwise.model.activations import forward_of
 from shardwise.model.inspect import ROOT, find_members
 from shardwise.model.units import describe
+from shardwise.plan.facts import Run
 from shardwise.plan.plan import Plan
 from shardwise.plan.tiles import TWO_RANKS, may_cut, on_two_ranks
-
-Run = Callable[[nn.Module, int, int], Any]
-"""Runs a forward with its loss: (model, sequences, tokens a sequence)."""
 
 _UNEVEN = (
     fake_tensor.DataDependentOutputException,
@@ -101,11 +100,7 @@ class ModuleFacts:
 
     @cached_property
     def _dtype(self) -> str:
-        """The dtype of most parameters."""
-        counts: Counter[torch.dtype] = Counter()
-        for parameter in self._module.parameters():
-            counts[parameter.dtype] += parameter.numel()
-        return str(counts.most_common(1)[0][0]).removeprefix("torch.")
+        return main_dtype(self._module)
 
     def _of(self, micro_batch: int, seq: int, plan: Plan, topology: Topology | None) -> "_Measured":
         """See [Note: Batches by extrapolation]."""
@@ -137,10 +132,36 @@ class ModuleFacts:
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise PlanError(
                     f"A forward of {self.name} on {size} sequences of {seq} tokens cannot be told "
-                    f"without running it ({reason}); choose other sizes or another compute dtype, "
-                    "or plan with a similar built-in model."
+                    f"without running it ({reason}); say how it is run (run=), choose other sizes "
+                    "or another compute dtype, or plan with a similar built-in model."
                 ) from error
         return self._measured[key]
+
+
+def main_dtype(model: nn.Module) -> str:
+    """The float dtype that most of a model's elements have: what it computes in, on its own."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    found = counts.most_common(1)[0][0] if counts else torch.float32
+    return str(found).removeprefix("torch.")
+
+
+def facts_of_module(model: nn.Module, run: Run | None = None) -> ModuleFacts:
+    """The facts of a module that is there; it stays as it is."""
+
+    def build() -> nn.Module:
+        """The same module again, but with tensors that have no values yet."""
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        return copy.deepcopy(model, memo)
+
+    return ModuleFacts(build, run, name=type(model).__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,18 @@
 """What a planner knows of a model: its units, and what a micro-batch computes and saves."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Work
 from shardwise.plan.plan import Plan
 
+Run = Callable[[Any, int, int], Any]
+"""Runs a module's forward with its loss: (module, sequences, tokens a sequence)."""
 
+
+@runtime_checkable
 class Facts(Protocol):
     """A model as the planner sees it: told of a real module, or by formulas."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.core.cluster import Cluster, Curve, LinkSpec
+from shardwise.core.cluster import Cluster, ClusterError, Curve, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.engine import SLOWED
 from shardwise.plan.along import Moment, along, peak
@@ -114,7 +114,15 @@ def peak_of(request: Request, candidate: Candidate) -> Moment:
     plan, batch, topology = candidate.plan, candidate.batch, request.cluster.topology
     saved = request.facts.work(batch.micro, request.seq, plan, topology).saved
     spec = request.facts.spec(plan, topology)
-    return peak(along(plan, spec, topology, saved, accumulates=batch.accumulate > 1))
+    moments = along(
+        plan,
+        spec,
+        topology,
+        saved,
+        accumulates=batch.accumulate > 1,
+        accelerated=request.cluster.device.is_accelerator,
+    )
+    return peak(moments)
 
 
 MORE = (2, 4, 8, 16, 32, 64)
@@ -129,7 +137,7 @@ def _remedies(request: Request) -> Iterator[str]:
             yield "states on the disk (--path)"
     elif cluster.disk is None:
         yield "perhaps a disk, which the cluster's description lacks (shardwise probe --path)"
-    if cluster.host is None and cluster.device.kind != "cpu":
+    if cluster.host is None and cluster.device.is_accelerator:
         yield "perhaps host memory, which the cluster's description lacks ([host])"
     if cluster.host is not None and cluster.host.update is None:
         yield (
@@ -138,8 +146,12 @@ def _remedies(request: Request) -> Iterator[str]:
         )
     for times in MORE:
         batch = request.global_batch * times  # of each rank as many as before
-        more = replace(request, cluster=cluster.with_world(world * times), global_batch=batch)
-        if Search(more).fits():
+        try:
+            larger = cluster.with_world(world * times)
+        except ClusterError:  # one node was probed: nobody knows what would join several
+            yield "perhaps more nodes, whose links the cluster's description lacks"
+            break
+        if Search(replace(request, cluster=larger, global_batch=batch)).fits():
             yield f"{world * times:,} ranks (--ranks {world * times})"
             break
     for times in MORE:
@@ -155,9 +167,11 @@ def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict
     left_out: dict[str, str] = {}
     for name, preset in PRESETS.items():
         plan = replace(preset(), precision=request.precision)
-        if name == "infinity":
-            plan = replace(plan, tiers=replace(plan.tiers, path=request.path))
         reasons = violations(plan, topology)
+        if plan.rests_on("nvme"):
+            plan = replace(plan, tiers=replace(plan.tiers, path=request.path))
+            if request.cluster.disk is not None and not request.path:
+                reasons.append("It needs a folder on the disk (--path).")
         if request.loss is Loss.NONE and plan.is_lossy():
             reasons = ["It loses bits on the wire."]
         if reasons:

@@ -1,27 +1,127 @@
-"""What a plan would do on a cluster that nobody has to have: ``sw.simulate``."""
+"""Plans for clusters that nobody has to have: ``sw.plan`` searches, ``sw.simulate`` prices one."""
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shardwise.core.cluster import Cluster
-from shardwise.core.errors import PlanError
+from shardwise.core.errors import PlanError, UsageError
+from shardwise.core.sizes import parse_bytes
 from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import Habits
 from shardwise.cost.simulate import Estimate
 from shardwise.cost.simulate import simulate as simulate_step
-from shardwise.plan.facts import Facts
+from shardwise.plan.facts import Facts, Run
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan, Precision
 from shardwise.plan.validate import check
-from shardwise.planner.space import mixed
+from shardwise.planner.search import Candidate, Request, overflows, search
+from shardwise.planner.space import Loss, mixed
+from shardwise.planner.units import refine
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Of compute, the preferred first."""
 
 
+def plan(
+    model: "Facts | str | nn.Module",
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    seq: int,
+    global_batch: int | None = None,
+    ranks: int | None = None,
+    memory: str | int | None = None,
+    path: str = "",
+    dtype: str | None = None,
+    lossless: bool = False,
+    run: Run | None = None,
+) -> Candidate:
+    """The fastest plan that fits, with the batch that it goes with and what a step of it takes.
+
+    ``model`` is a name such as ``llama3-8b``, ``transformers:gpt2`` or a config.json, or a module,
+    whose forward ``run`` runs where it does not take (input_ids, labels); ``cluster`` a name in the
+    catalogue, a file, or what ``sw.probe`` returned. ``memory`` is what one rank's device has
+    (default: all of it) and ``path`` a folder on the nodes' disks, without which nothing is put
+    there. ``lossless``: no hop in fewer bits than the dtype has. `shardwise plan` says more.
+
+    >>> best = plan("gpt-mini", "4090-10g", seq=512)
+    >>> best.step_s < simulate("zero3", "gpt-mini", "4090-10g", seq=512).step_s
+    True
+    """
+    asked = request(
+        model,
+        cluster,
+        seq=seq,
+        global_batch=global_batch,
+        ranks=ranks,
+        memory=memory,
+        path=path,
+        dtype=dtype,
+        lossless=lossless,
+        run=run,
+    )
+    found = search(asked)
+    if found.best is None:
+        smallest = found.smallest
+        lacks = list(overflows(smallest.estimate.memory, asked)) if smallest else []
+        by = "; ".join(
+            f"tier {lack.tier} has {lack.available:,} bytes a rank and the smallest plan needs "
+            f"{lack.needed:,}"
+            for lack in lacks
+        )
+        raise PlanError(
+            f"No plan for {asked.facts.name} fits cluster '{asked.cluster.name}' ({by}); use more "
+            "ranks, shorter sequences or a disk. `shardwise plan` says which of them would do."
+        )
+    return refine(asked, found.best)
+
+
+def request(
+    model: "Facts | str | nn.Module",
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    seq: int,
+    global_batch: int | None = None,
+    ranks: int | None = None,
+    memory: str | int | None = None,
+    path: str = "",
+    dtype: str | None = None,
+    lossless: bool = False,
+    run: Run | None = None,
+) -> Request:
+    """What ``plan`` is asked for, checked."""
+    _check_counts(seq=seq, global_batch=global_batch, ranks=ranks)
+    described = load_cluster(cluster)
+    if ranks is not None:
+        described = described.with_world(ranks)
+    if path and described.disk is None:
+        raise UsageError(
+            f"Path {path} has no use: cluster '{described.name}' has no disk in its description; "
+            "add [disk], or probe it with shardwise probe --path."
+        )
+    if path and described.device.is_accelerator and described.host is None:
+        raise UsageError(
+            f"Path {path} has no use: what a disk has goes through host memory, and cluster "
+            f"'{described.name}' has no host in its description; add [host]."
+        )
+    return Request(
+        facts=_facts(model, run),
+        cluster=described,
+        global_batch=global_batch or described.world,
+        seq=seq,
+        precision=with_precision(Plan(), described, dtype).precision,
+        loss=Loss.NONE if lossless else Loss.SAFE,
+        path=path,
+        memory_bytes=_limit(memory),
+    )
+
+
 def simulate(
     plan: Plan | str | os.PathLike[str],
-    model: Facts | str,
+    model: "Facts | str | nn.Module",
     cluster: Cluster | str | os.PathLike[str],
     *,
     micro_batch: int = 1,
@@ -30,11 +130,11 @@ def simulate(
     dtype: str | None = None,
     flat: bool = False,
     spans: bool = False,
+    run: Run | None = None,
 ) -> Estimate:
     """A step of a plan on all ranks of a cluster: how long it takes, what of it, in what memory.
 
-    ``plan`` is a preset's name or a plan, ``model`` a name such as ``llama3-8b`` or
-    ``transformers:gpt2``, ``cluster`` a name in the catalogue or a file of ``shardwise probe``. A
+    ``plan`` is a preset's name or a plan; ``model``, ``cluster`` and ``run`` are as in ``plan``. A
     plan without a precision computes in ``dtype``, by default bfloat16 where the device has it.
     ``flat`` prices collectives as other systems run them, one ring over all ranks; ``spans`` adds
     what happens when.
@@ -43,12 +143,10 @@ def simulate(
     >>> estimate.exposed["compute"] < estimate.step_s
     True
     """
-    for name, value in (("micro_batch", micro_batch), ("accumulate", accumulate), ("seq", seq)):
-        if value < 1:
-            raise PlanError(f"{name} is {value}; use 1 or more.")
-    facts, described = _facts(model), load_cluster(cluster)
+    _check_counts(micro_batch=micro_batch, accumulate=accumulate, seq=seq)
+    facts, described = _facts(model, run), load_cluster(cluster)
     chosen = with_precision(load_plan(plan), described, dtype)
-    if described.device.kind == "cpu":
+    if not described.device.is_accelerator:
         chosen = chosen.without_accelerator()
     topology = described.topology
     check(chosen, topology)
@@ -80,10 +178,31 @@ def with_precision(plan: Plan, cluster: Cluster, dtype: str | None) -> Plan:
     return replace(plan, precision=mixed(preferred))
 
 
-def _facts(model: Facts | str) -> Facts:
-    if not isinstance(model, str):
-        return model
-    # The trainer knows all names; those that stand for modules need torch.
-    from shardwise.train.facts import facts_of
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{name} is {value}; use 1 or more.")
 
-    return facts_of(model)
+
+def _limit(memory: str | int | None) -> int | None:
+    if memory is None:
+        return None
+    limit = memory if isinstance(memory, int) else parse_bytes(memory, "memory")
+    if limit <= 0:
+        raise UsageError(f"A memory of {memory} leaves nothing; give for example '20 GiB'.")
+    return limit
+
+
+def _facts(model: "Facts | str | nn.Module", run: Run | None) -> Facts:
+    # The trainer knows all names; those that stand for modules need torch, as modules do.
+    if not isinstance(model, str) and not isinstance(model, Facts):
+        from shardwise.model.facts import facts_of_module
+
+        return facts_of_module(model, run)
+    if run is not None:
+        raise UsageError("run= says how a module is run; leave it away where the model is a name.")
+    if isinstance(model, str):
+        from shardwise.train.facts import facts_of
+
+        return facts_of(model)
+    return model

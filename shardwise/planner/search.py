@@ -18,10 +18,10 @@ from shardwise.core.topology import Topology
 from shardwise.core.work import Work
 from shardwise.cost.engine import Stage
 from shardwise.cost.price import Prices
-from shardwise.cost.simulate import Estimate, simulate
+from shardwise.cost.simulate import BACKWARD, Estimate, backward_times, simulate
 from shardwise.plan.facts import Facts
 from shardwise.plan.memory import Memory, with_activations
-from shardwise.plan.plan import Plan, Precision, resolve
+from shardwise.plan.plan import Plan, Precision, resolve, untiled
 from shardwise.plan.presets import PRESETS
 from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, trained_flats, unit_ops
 from shardwise.plan.traffic import step_phases
@@ -116,7 +116,7 @@ class Result:
     ranked: tuple[Candidate, ...]
     """The fastest plan of every partitioning that came near, best first; empty: nothing fits."""
     smallest: Candidate | None
-    """Where nothing fits: what needs least."""
+    """Where nothing fits: what comes nearest, on the tier that it overflows most."""
     num_plans: int
     """How many plans there were to choose from."""
     num_simulated: int
@@ -136,6 +136,11 @@ class Overflow:
     tier: str
     needed: int
     available: int
+
+    @property
+    def times(self) -> float:
+        """How many times too large."""
+        return self.needed / max(1, self.available)
 
 
 def overflows(needed: Memory, request: Request, limit: int | None = None) -> Iterator[Overflow]:
@@ -199,9 +204,16 @@ class Search:
         result = self._whole.run(count, within, patience)
         if result.best is None and tiles:
             tiled = self._tiled.run(count, within, patience)
-            if tiled.best is not None or _need(tiled) < _need(result):
+            if tiled.best is not None or self._excess(tiled, within) < self._excess(result, within):
                 return tiled
         return result
+
+    def _excess(self, result: Result, limit: int) -> float:
+        """How many times too large the nearest is of what does not fit."""
+        if result.smallest is None:
+            return math.inf
+        lacking = overflows(result.smallest.estimate.memory, self._request, limit)
+        return max((lack.times for lack in lacking), default=0.0)
 
 
 def evaluate(request: Request, plan: Plan, batch: Batch) -> Candidate:
@@ -216,10 +228,6 @@ def evaluate(request: Request, plan: Plan, batch: Batch) -> Candidate:
         accumulate=batch.accumulate,
     )
     return Candidate(plan, batch, estimate)
-
-
-def _need(result: Result) -> int:
-    return result.smallest.estimate.memory.total if result.smallest else 1 << 62
 
 
 @dataclass(frozen=True)
@@ -258,6 +266,7 @@ class _Space:
         self._tile_numel = tile_numel
         self._works: dict[tuple[int, str, bool], Work] = {}
         self._alike: dict[bool, Alike] = {}
+        self._backwards: dict[bool, dict[str, float]] = {}
         self._links: dict[tuple[Plan, Phase], Seconds] = {}
         self._memories: dict[tuple[Plan, bool], Memory] = {}
         self._leanest: dict[Plan, Plan] = {}
@@ -270,19 +279,21 @@ class _Space:
         """What was best in the last run, here or in a space that this one follows."""
         self._num_plans = 0
         self._estimates: dict[tuple[Plan, Batch], Estimate] = {}
-        self._smallest: tuple[int, Plan, Batch] | None = None
+        self._smallest: tuple[float, Plan, Batch] | None = None
+        """What comes nearest to fitting: how many times too large it is, and for which batch."""
 
     def follow(self, other: "_Space") -> None:
         """Shares with another space what does not depend on speeds, and looks first where it
         found most."""
         self._works, self._alike = other._works, other._alike
+        self._backwards = other._backwards
         self._memories, self._leanest = other._memories, other._leanest
         self._bases, self._placed = other._bases, other._placed
         self._leaders = other._leaders
 
     def run(self, count: int, limit: int, patience: int) -> Result:
         """Families, the likeliest first, until none can be better; then those beside the best."""
-        self._num_plans = 0
+        self._num_plans, self._smallest = 0, None
         families = sorted(self._families(limit), key=lambda f: f.likely_s)
         families = self._leading(_presets_first(families))
         # What the families from each on could reach at best.
@@ -351,13 +362,16 @@ class _Space:
                     self._placed[key] = self._place(index, placement)
                 plan, needed = self._placed[key]
                 self._num_plans += 1
-                if not any(overflows(needed, self._request, limit)):
+                lacking = list(overflows(needed, self._request, limit))
+                if not lacking:
                     taken.append(placement)
                     if key not in self._known:
                         self._known[key] = self._family(plan, batch)
                     yield self._known[key]
-                elif self._smallest is None or needed.total < self._smallest[0]:
-                    self._smallest = (needed.total, plan, batch)
+                    continue
+                excess = max(lack.times for lack in lacking)
+                if self._smallest is None or excess < self._smallest[0]:
+                    self._smallest = (excess, plan, batch)
 
     def _all_bases(self) -> Iterator[tuple[Plan, Batch]]:
         """Every partitioning with every setting of activations and cut of the batch."""
@@ -421,7 +435,7 @@ class _Space:
         found = self._memories.get(key)
         if found is None:
             found = self._memories[key] = self._model(plan).memory(
-                plan, self._topology, accumulates=accumulates, saved=None
+                plan, self._request.cluster, accumulates=accumulates, saved=None
             )
         return with_activations(found, self._work(plan, batch).saved, plan.activations)
 
@@ -472,26 +486,45 @@ class _Space:
         busy["compute"] = alone + batch.accumulate * (
             self._collecting(plan)
             + sum(
-                times
-                * (
-                    forwards * self._prices.compute(work.dtype, flops, backward=False).seconds
-                    + self._prices.compute(work.dtype, 2 * flops, backward=True).seconds
-                )
-                for flops, times in Counter(
-                    flops for name, flops in work.forward_flops.items() if name != ROOT
+                times * self._compute(work.dtype, flops, backward, forwards)
+                for (flops, backward), times in Counter(
+                    (flops, self._backward(plan)[name])
+                    for name, flops in work.forward_flops.items()
+                    if name != ROOT
                 ).items()
             )
         )
         return list(busy.values())
+
+    def _compute(self, dtype: str, flops: float, backward: float, forwards: int) -> float:
+        """Seconds of a unit's passes; a forward is repeated only where backward comes."""
+        forward_s = self._prices.compute(dtype, flops, backward=False).seconds
+        if not backward:
+            return forward_s
+        backward_s = self._prices.compute(dtype, backward * flops, backward=True).seconds
+        return forwards * forward_s + backward_s
+
+    def _backward(self, plan: Plan) -> dict[str, float]:
+        """Of each unit, without tiles: operations of its backward over those of its forward."""
+        tiled = self._tiles(plan)
+        if tiled not in self._backwards:
+            found: dict[str, float] = {}
+            for name, times in backward_times(self._model(plan).model).items():
+                found[untiled(name)] = min(times, found.get(untiled(name), times))
+            self._backwards[tiled] = found
+        return self._backwards[tiled]
 
     def _update(self, plan: Plan) -> float:
         """Seconds of the optimizer's own work where its states are on the device."""
         if plan.optim.tier != "device":
             return 0.0
         parts = self._topology.factor(plan.optim.spread)
-        return self._of_trained(
-            plan, lambda flat: self._prices.update(flat.numel // parts, "device").seconds
+        numel = sum(
+            times * (flat.numel // parts)
+            for unit, times in _classes(self._model(plan))
+            for flat in trained_flats(unit)
         )
+        return self._prices.update(numel, "device").seconds  # all at once, as in a step
 
     def _collecting(self, plan: Plan) -> float:
         """Seconds in which a pass brings its gradients together."""
@@ -555,12 +588,14 @@ class _Space:
         seconds: Seconds = defaultdict(float)
         rungs = resolve(plan, self._topology, unit.name)
         ops = unit_ops(unit, rungs, plan, phase, encloses=unit.name == ROOT)
+        if not self._backward(plan)[untiled(unit.name)]:
+            ops = {trigger: some for trigger, some in ops.items() if trigger not in BACKWARD}
         for op in (op for some in ops.values() for op in some):
             for hop in op.hops:
                 seconds[f"link {hop.level}"] += self._hop_seconds(op, hop)
             for stage in self._moves(plan, op):
-                for resource, _ in stage.needs:
-                    seconds[resource] += stage.seconds
+                for resource, share in stage.needs:
+                    seconds[resource] += share * stage.seconds
         return seconds
 
     def _moves(self, plan: Plan, op: Op) -> Iterator[Stage]:
@@ -576,8 +611,9 @@ class _Space:
             read = op.moved_bytes if op.kind is Kind.FETCH else 0
             written = op.moved_bytes - read
         if tier != "device":
-            yield self._prices.move(tier, read, writes=False)
-            yield self._prices.move(tier, written, writes=True)
+            to_host = op.kind is Kind.STEP and plan.optim.tier != "device"
+            yield self._prices.move(tier, read, writes=False, to_host=to_host)
+            yield self._prices.move(tier, written, writes=True, to_host=to_host)
 
 
 class _Seen:
@@ -624,18 +660,26 @@ class _Seen:
 
 
 def _presets_first(families: list[_Family]) -> list[_Family]:
-    """The likeliest family of each preset's spreads leads, so that no search overlooks it."""
-    known = {_spreads(make()) for make in PRESETS.values()}
+    """The likeliest family of each preset's spreads leads, so that no search overlooks it.
+
+    Without accumulation gradients never rest, and only one of their spreads is in the space.
+    """
+    known = [make() for make in PRESETS.values()]
+    resting = {_spreads(plan, rests=True) for plan in known}
+    passing = {_spreads(plan, rests=False) for plan in known}
     first: dict[tuple[str, ...], _Family] = {}
     for family in families:
-        if (spreads := _spreads(family.plan)) in known:
+        rests = family.batch.accumulate > 1
+        spreads = _spreads(family.plan, rests=rests)
+        if spreads in (resting if rests else passing):
             first.setdefault(spreads, family)
     leading = {id(family) for family in first.values()}
     return [*first.values(), *(family for family in families if id(family) not in leading)]
 
 
-def _spreads(plan: Plan) -> tuple[str, ...]:
-    return (plan.params.spread, plan.grads.spread, plan.optim.spread, plan.keep)
+def _spreads(plan: Plan, *, rests: bool) -> tuple[str, ...]:
+    grads = (plan.grads.spread,) if rests else ()
+    return (plan.params.spread, *grads, plan.optim.spread, plan.keep)
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -108,18 +108,11 @@ Placement = tuple[str, str, str]
 
 
 def placements(cluster: Cluster, path: str) -> list[Placement]:
-    """Where states may rest, the least moved first.
-
-    Beyond the device only what the cluster has: host memory of its own, a disk with a path to it.
-    """
-    tiers = ["device"]
-    if cluster.host is not None and cluster.device.kind != "cpu":
-        tiers.append("cpu")
-    if cluster.disk is not None and path:
-        tiers.append("nvme")
+    """Where states may rest, the least moved first."""
+    tiers = ["device", *_tiers_beside(cluster, path)]
     # Where nobody knows how fast a host updates, OS stays on the device: an unknown is not zero.
     host = cluster.host
-    updates = cluster.device.kind == "cpu" or (host is not None and host.update is not None)
+    updates = not cluster.device.is_accelerator or (host is not None and host.update is not None)
     depth = {tier: index for index, tier in enumerate(("device", "cpu", "nvme"))}
     found = [
         (params, grads, optim)
@@ -152,12 +145,17 @@ def placed(plan: Plan, placement: Placement, path: str) -> Plan:
 
 def activation_settings(cluster: Cluster, path: str) -> list[str]:
     """What may become of activations, the fastest first."""
-    found = ["keep", "recompute"]
-    if cluster.host is not None and cluster.device.kind != "cpu":
-        found.append("cpu")
-    if cluster.disk is not None and path:
-        found.append("nvme")
-    return found
+    return ["keep", "recompute", *_tiers_beside(cluster, path)]
+
+
+def _tiers_beside(cluster: Cluster, path: str) -> list[str]:
+    """The tiers that a cluster has beside its devices' memory, the nearest first: host memory of
+    its own, and a disk with a path to it."""
+    accelerated = cluster.device.is_accelerator
+    if accelerated and cluster.host is None:
+        return []  # what a disk has comes through host memory as well
+    found = ["cpu"] if accelerated else []
+    return [*found, "nvme"] if cluster.disk is not None and path else found
 
 
 def mixed(dtype: str) -> Precision:

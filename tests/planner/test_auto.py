@@ -3,6 +3,7 @@
 import io
 import re
 from contextlib import redirect_stderr
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import shardwise as sw
 from shardwise import auto
 from shardwise.api import runtime_of
 from shardwise.core.errors import UsageError
+from shardwise.cost.file import load_cluster
+from shardwise.plan.file import load_plan
 from shardwise.planner.space import Loss
+from shardwise.probe import recheck
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine, train_plain
 
 
@@ -25,6 +29,7 @@ def run_on_loss(model, micro_batch, seq):
 
 def check_choice(cache: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr(recheck, "CHANGED", 1e3)  # a quick probe's links are never the same
     model = make(TinyGPT, torch.float32)
     chosen = auto.choose(model, levels="world=2", seq=8, run=run_on_loss, quick=True)
     assert chosen.step_s > 0
@@ -55,10 +60,12 @@ def check_training(cache: str) -> None:
 
         def quickly(model, **options):
             assert options["loss"] is Loss.NONE
-            return choose(model, **options, run=run_on_loss, quick=True)
+            assert options["path"] == cache
+            return choose(model, **options, quick=True)
 
         monkeypatch.setattr(auto, "choose", quickly)
-        sw.shard(model, optimizer, plan="auto", levels="world=2", seq=8, lossless=True)
+        given = {"seq": 8, "lossless": True, "path": cache, "run": run_on_loss}
+        sw.shard(model, optimizer, plan="auto", levels="world=2", **given)
     assert not runtime_of(model).plan.is_lossy("float32")
     for step in range(3):
         loss = lm_loss(model, *mine(*batch(step)))
@@ -149,11 +156,32 @@ def test_the_trainer_compares_after_some_steps(one, tmp_path):
     assert lines[0].startswith("auto: P=")
     assert re.search(r"measured \(median of 5\), .* predicted", lines[-1])  # two micro-batches each
     assert summary["predicted_step_s"] > 0
+    plan = load_plan(summary["plan_file"])  # what ran can be run again
+    assert lines[0].startswith(f"auto: P={plan.params.spread} G={plan.grads.spread} ")
 
 
-def test_lossless_does_not_change_a_plan_silently():
-    with pytest.raises(UsageError, match="lossless=True is for plan='auto'"):
-        sw.shard(torch.nn.Linear(2, 2), plan="zeropp", lossless=True)
+@pytest.mark.parametrize("name", ["lossless", "path", "run"])
+def test_what_auto_is_asked_for_does_not_change_a_plan_silently(name):
+    with pytest.raises(UsageError, match=f"{name}=.*is for plan='auto'"):
+        sw.shard(torch.nn.Linear(2, 2), plan="zeropp", **{name: True})
+
+
+def test_a_choice_is_told_with_its_tiers_and_wires():
+    from shardwise.planner.search import Request, evaluate
+    from shardwise.planner.space import Batch
+    from shardwise.train.facts import facts_of
+
+    cluster = load_cluster("dgx2-v100")
+    request = Request(
+        facts=facts_of("gpt-mini"), cluster=cluster, global_batch=cluster.world, seq=128,
+        precision=sw.Precision(compute="float16", reduce="float16", master="float32"),
+    )  # fmt: skip
+    plan = sw.presets.zeropp(precision=request.precision)
+    plan = replace(plan, optim=replace(plan.optim, tier="cpu"))
+    told = auto.describe(evaluate(request, plan, Batch(1, 1)), 12)
+    assert "OS on cpu" in told
+    assert "wires P int8" in told
+    assert "best of 12 plans" in told
 
 
 def test_lossless_is_for_auto_only(tmp_path):

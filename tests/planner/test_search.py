@@ -20,7 +20,15 @@ from shardwise.plan.validate import violations
 from shardwise.planner import space
 from shardwise.planner.advice import _binds, _faster, advise
 from shardwise.planner.choices import wires as wires_of
-from shardwise.planner.search import TOLERANCE, Request, Search, _Space, evaluate, search
+from shardwise.planner.search import (
+    TOLERANCE,
+    Request,
+    Search,
+    _presets_first,
+    _Space,
+    evaluate,
+    search,
+)
 from shardwise.planner.space import Batch, Loss, batches, mixed, placements, wirings
 from shardwise.planner.units import refine
 from shardwise.train.facts import facts_of
@@ -338,7 +346,7 @@ class TestCommand:
             "--memory", "30 MiB",
         )  # fmt: skip
         assert result.exit_code == 1
-        assert "times too much" in result.output
+        assert "too little" in result.output
         assert "Memory is fullest in backward blocks." in result.output
         # Nobody has to try: what is told was looked at.
         more = re.search(
@@ -352,7 +360,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--memory", "0"], "--memory 0 leaves nothing"),
+            (["--memory", "0"], "A memory of 0 leaves nothing"),
             (["--path", "/disk"], "has no disk in its description"),
             (["--ranks", "3"], "cannot have 3 ranks"),
         ],
@@ -363,3 +371,48 @@ class TestCommand:
         error = capsys.readouterr().err
         assert message in error
         assert len(error.splitlines()) == 1
+
+
+def test_nothing_fits_on_one_probed_node():
+    """Nobody knows what would join several, and that is no reason to say nothing."""
+    cluster = slow_cluster(memory=1 << 20)
+    line = Curve.of_rate(1e9, 1e-5)
+    node = LinkSpec(name="node", size=2, gather=line, reduce=line)
+    probed = replace(cluster, levels=(node, LinkSpec(name="world", size=1)))
+    advice = advise(request(cluster=probed, global_batch=2))
+    assert advice.best is None
+    assert any("more nodes" in remedy for remedy in advice.remedies)
+    assert advice.lacking()
+
+
+def test_presets_lead_with_and_without_accumulation():
+    """Without it only one spread of G is in the space, which is not always the preset's."""
+    topology = slow_cluster().topology
+    for batch in (4, 8):
+        asked = request(global_batch=batch, batch=Batch(1, batch // 4))
+        space_of = _Space(asked, tile_numel=0, progress=lambda _: None)
+        families = list(space_of._families(asked.limit))
+        leading = _presets_first(families)[: len(PRESETS)]
+        for name in ("amsp", "zero3", "zero1"):
+            preset = PRESETS[name]()
+            factors = [
+                (topology.factor(f.plan.params.spread), topology.factor(f.plan.optim.spread))
+                for f in leading
+            ]
+            wanted = (topology.factor(preset.params.spread), topology.factor(preset.optim.spread))
+            assert wanted in factors, (name, batch)
+
+
+def test_the_bound_knows_that_an_update_is_one_call():
+    """A probed curve has a price for asking at all, which is paid once a step."""
+    cluster = slow_cluster(world=2e9)
+    costly = Curve(((10_000, 0.01), (10_000_000, 0.02)))
+    cluster = replace(cluster, device=replace(cluster.device, update=costly))
+    asked = request(cluster=cluster, global_batch=4)
+    found = _Space(asked, tile_numel=0, progress=lambda _: None)
+    for family in list(found._families(asked.limit))[::5]:
+        least = min(
+            evaluate(asked, plan, family.batch).step_s
+            for plan in wirings(family.plan, cluster.topology, asked.loss)
+        )
+        assert family.bound_s <= least * (1 + 1e-9)

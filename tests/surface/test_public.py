@@ -9,7 +9,7 @@ NAMES = {
     "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
     "TierError", "Tiers", "UsageError",
     "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load_pretrained", "no_sync",
-    "optim_state_dict", "presets", "probe", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
+    "optim_state_dict", "plan", "presets", "probe", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {
