@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint format bench clean
 
-demo: $(STAMP)  ## train a small GPT on two local workers, sharded by zero3
+demo: $(STAMP)  ## probe this machine, plan for it, and train a small GPT on two local workers
 	$(BIN)/shardwise train
 
 test: $(STAMP)  ## lint, types, and the whole test suite

@@ -24,7 +24,7 @@ def train(
         str | None, typer.Option(help="stdlib, a text file, or a .bin or .npy token file.")
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="A preset's name, a plan's TOML file, or auto.")
+        str | None, typer.Option(help="auto (default), a preset's name, or a plan's TOML file.")
     ] = None,
     nvme: Annotated[
         str | None, typer.Option(help="A folder on a disk, for plans that rest states there.")
@@ -47,6 +47,8 @@ def train(
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """Train a model; with no argument, a small GPT on the standard library's sources.
+
+    The plan is by default the planner's choice for this machine, which is probed once for it.
 
     Examples:
 
@@ -121,4 +123,5 @@ def _print_summary(summary: "Summary") -> None:
     table.add_row("tokens/s", format_count(summary.tokens_per_s))
     table.add_row("peak memory a rank", ", ".join(map(format_bytes, summary.peak_rss_bytes)))
     table.add_row("metrics", summary.metrics)
+    table.add_row("the plan as a file", summary.plan_file)
     Console().print(table)

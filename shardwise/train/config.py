@@ -101,8 +101,8 @@ class Batching(NamedTuple):
 class TrainConfig(_Section):
     """A whole training job."""
 
-    plan: str = "zero3"
-    """The name of a preset, the path of a plan's TOML file, or ``auto``."""
+    plan: str = "auto"
+    """``auto``, which probes and plans for this machine, the name of a preset, or a plan's file."""
     lossless: bool = False
     """Under ``auto``: no hop in fewer bits than the model has."""
     nvme: str | None = None

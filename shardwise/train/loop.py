@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import ShardwiseError
-from shardwise.plan.file import load_plan
+from shardwise.plan.file import dump_plan, load_plan
 from shardwise.plan.plan import Plan
 from shardwise.planner.search import Candidate
 from shardwise.planner.space import Loss
@@ -30,6 +30,7 @@ from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (
     METRICS_FILE,
+    PLAN_FILE,
     SUMMARY_FILE,
     MetricsWriter,
     StepRecord,
@@ -59,6 +60,8 @@ class Job:
     validation: Batches
     num_parameters: int
     device: torch.device
+    plan: Plan
+    """The one that runs: what the job names, or what was chosen."""
     predicted_s: float | None = None
     """A step's, where the plan was chosen for this cluster."""
 
@@ -70,9 +73,11 @@ def train_worker(config: dict[str, Any], output: str) -> dict[str, Any]:
 
 def train(config: TrainConfig, output: Path) -> Summary:
     """Train as one rank of the process group; rank 0 writes into `output`."""
-    started = time.perf_counter()
     job = build(config)
+    started = time.perf_counter()
     is_first = dist.get_rank() == 0
+    if is_first:
+        (output / PLAN_FILE).write_text(dump_plan(job.plan), encoding="utf-8")
     records: list[StepRecord] = []
     with (
         MetricsWriter(output / METRICS_FILE if is_first else None) as metrics,
@@ -121,6 +126,7 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         validation=validation_batches,
         num_parameters=num_parameters,
         device=torch.accelerator.current_accelerator() or torch.device("cpu"),
+        plan=plan,
         predicted_s=chosen.step_s if chosen is not None else None,
     )
 
@@ -281,4 +287,5 @@ def summarise(job: Job, records: list[StepRecord], output: Path, seconds: float)
         seconds=seconds,
         peak_rss_bytes=peaks,
         metrics=str(output / METRICS_FILE),
+        plan_file=str(output / PLAN_FILE),
     )

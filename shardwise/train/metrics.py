@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 METRICS_FILE = "metrics.jsonl"
+PLAN_FILE = "plan.toml"
 SUMMARY_FILE = "summary.json"
 
 
@@ -55,10 +56,13 @@ class Summary:
     predicted_step_s: float | None
     """What the planner said, where it chose the plan."""
     seconds: float
+    """Of all steps and validations; probing and planning come before."""
     peak_rss_bytes: list[int]
     """One value a rank."""
     metrics: str
     """Path of the metrics file."""
+    plan_file: str
+    """Path of the plan that ran, whoever chose it."""
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as plain data."""

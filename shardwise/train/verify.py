@@ -84,6 +84,11 @@ def verify(config: TrainConfig, tolerance: float | None = None) -> Verdict:
         raise UsageError("verify starts its own workers; run it without torchrun")
     if config.model.dtype not in TOLERANCES:
         raise UsageError(f"verify compares in float64 or float32, not in {config.model.dtype}")
+    if config.plan == "auto":
+        raise UsageError(
+            "verify compares one plan with a plain process, and auto may choose another every "
+            "time; name a preset or a plan's file, such as shardwise plan -o writes"
+        )
     config.batching(config.workers)  # says now what would fail later
     sharded, reference = _record_both(config)
     if tolerance is not None:

@@ -14,7 +14,8 @@ from tests.train.processes import children_of, is_alive, wait_for
 
 pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[2]
-SMALL = ["--model", "gpt-tiny", "--set", "model.num_layers=1", "--set", "train.seq=16"]
+SMALL = ["--plan", "zero3", "--model", "gpt-tiny"]
+SMALL += ["--set", "model.num_layers=1", "--set", "train.seq=16"]
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def test_the_command_line_imports_no_torch(environment: dict[str, str]) -> None:
         (["train", "nowhere.toml"], "there is no file nowhere.toml"),
         (["verify", "--dtype", "bfloat16"], "compares in float64 or float32"),
         (["verify", "--global-batch", "3"], "cannot be cut"),
+        (["verify", "--plan", "auto"], "name a preset or a plan's file"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

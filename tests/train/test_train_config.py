@@ -16,6 +16,7 @@ def load_text(tmp_path: Path, text: str) -> TrainConfig:
 def test_everything_has_a_default(tmp_path: Path) -> None:
     assert load_text(tmp_path, "") == TrainConfig() == load_config(None)
     TrainConfig().batching(TrainConfig().workers)
+    assert TrainConfig().plan == "auto"  # with no argument it plans for this machine
 
 
 def test_toml_round_trip(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import UsageError
+from shardwise.plan.file import load_plan
 from shardwise.train.config import ConfigError, TrainConfig, load_config
 from shardwise.train.launch import WorkerError
 from shardwise.train.metrics import Summary
@@ -21,6 +22,7 @@ def job(tmp_path: Path, **changes: Any) -> TrainConfig:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
     options = {
+        "plan": "zero3",
         "data.source": str(text),
         "model.name": "gpt-tiny",
         "model.num_layers": 2,
@@ -57,6 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metrics_and_summary(runs: dict[int, Run], ranks: int) -> None:
     summary, records = runs[ranks]
+    assert load_plan(summary.plan_file) == load_plan("zero3")
     keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "rss_bytes"}
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert all(keys | {"peak_rss_bytes"} <= record.keys() for record in records)

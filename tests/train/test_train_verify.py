@@ -96,7 +96,7 @@ def test_a_loss_that_the_model_computes_in_float32_is_judged_as_such(
     ours, theirs = trajectory(), trajectory()
     ours.losses[0] *= 1 + 1e-6
     monkeypatch.setattr("shardwise.train.verify._record_both", lambda _: (ours, theirs))
-    job = load_config(None, {"model.dtype": "float64"})
+    job = load_config(None, {"plan": "zero3", "model.dtype": "float64"})
     assert not verify(job).passed
     theirs.loss_dtype = "float32"
     assert verify(job).passed
