@@ -132,11 +132,7 @@ def shard(
         )
         plan = candidate.plan
     else:
-        _check_unplanned(
-            lossless=lossless or None, path=path, run=run, seq=seq,
-            micro_batch=micro_batch if micro_batch != 1 else None,
-            accumulate=accumulate if accumulate != 1 else None,
-        )  # fmt: skip
+        _check_unplanned(lossless=lossless, path=path, run=run)
     chosen = load_plan(plan)
     device = build.target_device(model)
     if device.type == "cpu":
@@ -169,10 +165,10 @@ def shard(
 def _check_unplanned(**given: object) -> None:
     """Refuses what only ``plan='auto'`` asks for: it would change nothing."""
     for name, value in given.items():
-        if value is not None:
+        if value:
             raise UsageError(
-                f"{name}={value} is for plan='auto'; this plan has its own wires and tiers, and no "
-                f"use for batches: leave {name} away, or change the plan."
+                f"{name}={value} is for plan='auto'; this plan has wires and tiers of its own, so "
+                f"leave {name} away, or change the plan."
             )
 
 

@@ -9,16 +9,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.comm.grid import find_place
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.model.facts import facts_of_module, main_dtype
 from shardwise.plan.facts import Run
+from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import Kind, Op
 from shardwise.planner.choices import wires
-from shardwise.planner.search import Candidate, Request, overflows, search
+from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
 from shardwise.probe.cache import cached_probe
+from shardwise.probe.probe import probed_device
 from shardwise.probe.progress import shown
 from shardwise.probe.scope import DTYPES
 from shardwise.runtime.runtime import Runtime
@@ -54,12 +57,15 @@ def choose(
             f"plan='auto' knows models in {', '.join(DTYPES)}, and this {type(model).__name__} is "
             f"in {dtype}; give a preset or a plan."
         )
-    with shown(_is_first()) as progress:
+    facts = facts_of_module(model, run)
+    facts.work(micro_batch, tokens, Plan())  # what cannot be told is said before a minute is spent
+    place = find_place(levels, probed_device())
+    with shown(place.rank == 0) as progress:
         cluster = cached_probe(
             levels, dtype=dtype, path=path or None, progress=progress, quick=quick
         )
     request = Request(
-        facts=facts_of_module(model, run),
+        facts=facts,
         cluster=cluster,
         global_batch=micro_batch * accumulate * cluster.world,
         seq=tokens,
@@ -69,19 +75,9 @@ def choose(
     )
     found = search(request)
     if found.best is None:
-        needed = found.smallest and found.smallest.estimate.memory
-        lack = (
-            max(overflows(needed, request), key=lambda o: o.times, default=None) if needed else None
-        )
-        amounts = (
-            f"; the smallest plan needs {format_bytes(lack.needed)} a rank on tier {lack.tier}, "
-            f"which has {format_bytes(lack.available)}"
-            if lack
-            else ""
-        )
         raise UsageError(
-            f"No plan for {type(model).__name__} fits this machine{amounts}: use more ranks, "
-            "a smaller micro-batch, or a disk (path=)."
+            f"No plan for {type(model).__name__} fits this machine: {lacks(request, found)}. Use "
+            "more ranks, a smaller micro-batch, or a disk (path=)."
         )
     best = refine(request, found.best)
     if _is_first():

@@ -40,6 +40,7 @@ USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SL
 EXPOSED = USES[3:]
 """What a step would not take if transfers were free."""
 BACKWARD = (Trigger.BEFORE_BACKWARD, Trigger.AFTER_BACKWARD)
+"""What never happens to a unit that no gradient reaches, see ``backward_times``."""
 Priced = TypeVar("Priced")
 WARM_UP_STEPS = 1
 """A step overlaps the refresh of the one before it, so that the first is not like the others."""
@@ -420,9 +421,8 @@ class _Steps:
             elif op.kind is Kind.STORE:
                 stage = self._prices.move(unit.plan.grads.tier, op.moved_bytes, writes=True)
                 jobs.append(Job("store", f"store {name}", [stage], jobs[-1] if jobs else None))
-        if self._phase is not Phase.ONLY:
-            holding = Job("reduce", f"hold {name}", self._hold(unit), jobs[-1] if jobs else None)
-            jobs.append(holding)
+        if held := self._hold(unit):
+            jobs.append(Job("reduce", f"hold {name}", held))  # the lane has it behind inner hops
         for job in jobs if not late else ():
             yield Submit(job)
         if jobs:
@@ -432,13 +432,19 @@ class _Steps:
                 yield from self._update_beside(unit, op, jobs)
 
     def _hold(self, unit: _Unit) -> list[Stage]:
-        """What several micro-batches cost beside their reductions: sums on G's rung."""
-        if self._phase is Phase.FIRST:
-            return [self._prices.copy(unit.held_bytes, "reduce")]
-        stages = [self._prices.add("reduce", unit.held_bytes)]
-        if self._phase is Phase.LAST and unit.rungs.grads != unit.rungs.bottom:
-            stages.append(self._prices.copy(unit.held_bytes, "reduce"))  # to where they travel from
-        return stages
+        """What several micro-batches cost beside their reductions: sums on G's rung.
+
+        The last hop writes there by itself, and reads as much again where it adds; where no hop
+        leads there, gradients are copied. At last they go back to where they travel on from.
+        """
+        rungs = unit.rungs
+        rests_below = rungs.grads != rungs.bottom
+        copies = 1.0 if rests_below and rungs.ladder.parts[rungs.grads] == 1 else 0.0
+        copies += 0.5 if self._phase in (Phase.MIDDLE, Phase.LAST) else 0.0
+        copies += 1.0 if self._phase is Phase.LAST and rests_below else 0.0
+        if self._phase is Phase.ONLY or not copies:
+            return []
+        return [self._prices.copy(copies * unit.held_bytes, "reduce")]
 
     def _descend(self, unit: _Unit, op: Op) -> list[Job]:
         name = f"reduce {unit.spec.name}"
@@ -497,15 +503,26 @@ class _Steps:
             Job("fetch", f"read states of {name}", [reads]),
             Job("store", f"write states of {name}", [writes]),
         ]
-        crossing = self._prices.move("cpu", op.crossing_bytes, writes=True)
-        if crossing.seconds:
-            jobs.append(Job("exchange", f"exchange {name}", [crossing]))
+        jobs += self._exchange(op)
         for job in jobs:
             yield Submit(job)
         for stage in work:
             yield Compute(f"update {name}", stage)
         for job in jobs:
             yield Wait(job)
+
+    def _exchange(self, op: Op) -> list[Job]:
+        """Gradients to a host that updates states of a disk, and new parameters back."""
+        out, back = op.crossing_bytes
+        stages = {
+            "gradients": self._prices.move("cpu", out, writes=True),
+            "parameters": self._prices.move("cpu", back, writes=False),
+        }
+        return [
+            Job(f"exchange {what}", f"exchange {what} of {op.unit}", [stage])
+            for what, stage in stages.items()
+            if stage.seconds
+        ]
 
     def _step_moves(self, tier: str, op: Op) -> tuple[Stage, Stage]:
         """What an update moves to a tier, and from it."""
@@ -529,9 +546,10 @@ class _Steps:
         work = [self._prices.update(unit.update_numel, tier)] if tier != "device" else []
         done = Job("update", f"update {name}", work, read)
         write = Job("write states", f"write states of {name}", [writes], done)
-        for job in (read, ready, done, write):
+        exchanged = self._exchange(op)
+        for job in (read, ready, *exchanged, done, write):
             yield Submit(job)
-        self._updates += [done, write]
+        self._updates += [*exchanged, done, write]
 
     def _refresh(self, unit: _Unit, op: Op) -> Iterator[Instruction]:
         stages = self._climb("refresh", op, unit)
@@ -607,8 +625,8 @@ def _forward_flops(model: ModelSpec, work: Work) -> dict[str, float]:
 def backward_times(model: ModelSpec) -> dict[str, float]:
     """Of every unit: operations of its backward over those of its forward.
 
-    As many for the gradients of its inputs, if anything before it is trained (of the root, which
-    comes first, all is), and as many for those of its weights, as far as these are trained.
+    As many for the gradients of its inputs, if anything before it is trained (the root is taken to
+    be first as a whole) or some of it, and as many for those of its weights as far as they are.
     """
     root, *inner = model.units
     reached = bool(trained_flats(root))
@@ -616,7 +634,8 @@ def backward_times(model: ModelSpec) -> dict[str, float]:
     for unit in inner:  # in the order of a forward
         trained = sum(flat.numel for flat in trained_flats(unit))
         total = sum(flat.numel for flat in unit.flats)
-        found[unit.name] = float(reached) + trained / max(1, total)
+        passes = reached or 0 < trained < total  # what is trained may lie behind what is not
+        found[unit.name] = float(passes) + trained / max(1, total)
         reached = reached or trained > 0
     return found
 

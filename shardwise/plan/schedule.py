@@ -100,7 +100,7 @@ class Op:
     """What a rank moves between memory and the tier where the state rests, both ways together."""
     written_bytes: int = 0
     """Of an update: what of it leaves the device's memory for the tier."""
-    crossing_bytes: int = 0
+    crossing_bytes: tuple[int, int] = (0, 0)
     """Of an update by a host whose states rest on a disk: gradients that come from the device, and
     the new parameters that go back."""
 
@@ -316,7 +316,9 @@ OPTIM_WORDS = 2
 """What the optimizer is taken to store for an element; Adam's kin have two."""
 
 
-def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[int, int, int]:
+def _step_moves(
+    flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan
+) -> tuple[int, int, tuple[int, int]]:
     """What an update reads from tiers and writes there: states and master, gradients, P; and what
     crosses between device and host beside that.
 
@@ -324,7 +326,7 @@ def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[
     Those on a disk are updated in host memory as well, where gradients and P may be already.
     """
     params, grads, optim = (getattr(plan, state).tier for state in ("params", "grads", "optim"))
-    read = written = crossing = 0
+    read = written = out = back = 0
     for flat in flats:
         separate = has_master(plan, rungs, flat.dtype)
         word = part_bytes([(flat, plan.precision.master_dtype(flat.dtype))], rungs, rungs.optim)
@@ -336,13 +338,14 @@ def _step_moves(flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan) -> tuple[
         if optim == "nvme":
             read += (OPTIM_WORDS + separate) * word
             written += (OPTIM_WORDS + separate) * word
-            crossing += (word if grads == "device" else 0) + (own if params == "device" else 0)
+            out += word if grads == "device" else 0
+            back += own if params == "device" else 0
         here = {"device", "cpu"} if optim == "nvme" else {"device"}
         read += word if grads not in here else 0
         if params not in here:
             written += own
             read += 0 if separate else own
-    return read, written, crossing
+    return read, written, (out, back)
 
 
 def part_bytes(sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, rung: int) -> int:

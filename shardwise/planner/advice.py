@@ -62,7 +62,7 @@ class Advice:
     peak: Moment | None = None
     """When the best plan, or where nothing fits the smallest, holds most, and what of."""
     remedies: tuple[str, ...] = ()
-    """Where nothing fits: changes of which each alone would make something fit."""
+    """Where nothing fits: changes of which each alone would make something fit, or perhaps."""
 
     def lacking(self) -> list[Overflow]:
         """Where nothing fits: by how much the smallest plan is too large."""

@@ -15,7 +15,7 @@ from shardwise.plan.facts import Facts, Run
 from shardwise.plan.file import load_plan
 from shardwise.plan.plan import Plan, Precision
 from shardwise.plan.validate import check
-from shardwise.planner.search import Candidate, Request, overflows, search
+from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Loss, mixed
 from shardwise.planner.units import refine
 
@@ -27,14 +27,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def plan(
-    model: "Facts | str | nn.Module",
+    model: "Facts | str | os.PathLike[str] | nn.Module",
     cluster: Cluster | str | os.PathLike[str],
     *,
     seq: int,
     global_batch: int | None = None,
     ranks: int | None = None,
     memory: str | int | None = None,
-    path: str = "",
+    path: str | os.PathLike[str] = "",
     dtype: str | None = None,
     lossless: bool = False,
     run: Run | None = None,
@@ -45,7 +45,8 @@ def plan(
     whose forward ``run`` runs where it does not take (input_ids, labels); ``cluster`` a name in the
     catalogue, a file, or what ``sw.probe`` returned. ``memory`` is what one rank's device has
     (default: all of it) and ``path`` a folder on the nodes' disks, without which nothing is put
-    there. ``lossless``: no hop in fewer bits than the dtype has. `shardwise plan` says more.
+    there. Compute is in ``dtype``, by default bfloat16 where the device has it. ``lossless``: no
+    hop in fewer bits than that has. `shardwise plan` says more.
 
     >>> best = plan("gpt-mini", "4090-10g", seq=512)
     >>> best.step_s < simulate("zero3", "gpt-mini", "4090-10g", seq=512).step_s
@@ -65,29 +66,23 @@ def plan(
     )
     found = search(asked)
     if found.best is None:
-        smallest = found.smallest
-        lacks = list(overflows(smallest.estimate.memory, asked)) if smallest else []
-        by = "; ".join(
-            f"tier {lack.tier} has {lack.available:,} bytes a rank and the smallest plan needs "
-            f"{lack.needed:,}"
-            for lack in lacks
-        )
         raise PlanError(
-            f"No plan for {asked.facts.name} fits cluster '{asked.cluster.name}' ({by}); use more "
-            "ranks, shorter sequences or a disk. `shardwise plan` says which of them would do."
+            f"No plan for {asked.facts.name} fits cluster '{asked.cluster.name}': "
+            f"{lacks(asked, found)}. Use more ranks, shorter sequences or a disk; `shardwise plan` "
+            "says which of them would do."
         )
     return refine(asked, found.best)
 
 
 def request(
-    model: "Facts | str | nn.Module",
+    model: "Facts | str | os.PathLike[str] | nn.Module",
     cluster: Cluster | str | os.PathLike[str],
     *,
     seq: int,
     global_batch: int | None = None,
     ranks: int | None = None,
     memory: str | int | None = None,
-    path: str = "",
+    path: str | os.PathLike[str] = "",
     dtype: str | None = None,
     lossless: bool = False,
     run: Run | None = None,
@@ -114,14 +109,14 @@ def request(
         seq=seq,
         precision=with_precision(Plan(), described, dtype).precision,
         loss=Loss.NONE if lossless else Loss.SAFE,
-        path=path,
+        path=os.fspath(path),
         memory_bytes=_limit(memory),
     )
 
 
 def simulate(
     plan: Plan | str | os.PathLike[str],
-    model: "Facts | str | nn.Module",
+    model: "Facts | str | os.PathLike[str] | nn.Module",
     cluster: Cluster | str | os.PathLike[str],
     *,
     micro_batch: int = 1,
@@ -193,9 +188,11 @@ def _limit(memory: str | int | None) -> int | None:
     return limit
 
 
-def _facts(model: "Facts | str | nn.Module", run: Run | None) -> Facts:
-    # The trainer knows all names; those that stand for modules need torch, as modules do.
-    if not isinstance(model, str) and not isinstance(model, Facts):
+def _facts(model: "Facts | str | os.PathLike[str] | nn.Module", run: Run | None) -> Facts:
+    # The trainer knows all names and config files; what stands for a module needs torch.
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if not isinstance(model, str | Facts):
         from shardwise.model.facts import facts_of_module
 
         return facts_of_module(model, run)

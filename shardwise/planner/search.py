@@ -156,6 +156,18 @@ def overflows(needed: Memory, request: Request, limit: int | None = None) -> Ite
         yield Overflow("nvme", needed.nvme, cluster.disk.size_bytes // share)
 
 
+def lacks(request: Request, result: Result) -> str:
+    """Where nothing fits: on which tiers the nearest plan is too large, as a clause."""
+    smallest = result.smallest
+    found = overflows(smallest.estimate.memory, request) if smallest else ()
+    told = [
+        f"the nearest one needs {lack.needed:,} bytes a rank on tier {lack.tier}, which has "
+        f"{lack.available:,}"
+        for lack in found
+    ]
+    return "; ".join(told) or "none can be priced"
+
+
 def search(
     request: Request, *, count: int = RANKED, progress: Callable[[int], None] = lambda _: None
 ) -> Result:

@@ -28,7 +28,7 @@ from shardwise.probe.recheck import recheck
 from shardwise.probe.scope import check_dtype
 
 _log = logging.getLogger("shardwise")
-FORM = 2
+FORM = 3
 """Of what a probe measures, and how: another one is not used any more."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import PlanError, ShardwiseError, UsageError
 from shardwise.plan.file import dump_plan, load_plan
 from shardwise.plan.plan import Plan
 from shardwise.planner.search import Candidate
@@ -141,15 +141,18 @@ def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, Candidate
             )
         return load_plan(config.plan), None
     batching = config.batching(dist.get_world_size())
-    chosen = choose(
-        model,
-        levels=config.levels,
-        micro_batch=batching.micro_batch,
-        accumulate=batching.accumulation,
-        seq=config.train.seq,
-        path=config.nvme or "",
-        loss=Loss.NONE if config.lossless else Loss.SAFE,
-    )
+    try:
+        chosen = choose(
+            model,
+            levels=config.levels,
+            micro_batch=batching.micro_batch,
+            accumulate=batching.accumulation,
+            seq=config.train.seq,
+            path=config.nvme or "",
+            loss=Loss.NONE if config.lossless else Loss.SAFE,
+        )
+    except (PlanError, UsageError) as error:
+        raise ConfigError(f"{error} (or name a plan instead of auto: --plan zero3)") from error
     return chosen.plan, chosen
 
 

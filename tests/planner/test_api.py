@@ -72,7 +72,7 @@ def test_a_module_that_nobody_can_run_is_told_how() -> None:
         ({"global_batch": 7}, "cannot be divided"),
         ({"memory": 0}, "leaves nothing"),
         ({"path": "/disk"}, "has no disk in its description"),
-        ({"memory": "1 MiB"}, r"No plan for gpt-mini fits .* tier device has 1,048,576 bytes"),
+        ({"memory": "1 MiB"}, r"No plan for gpt-mini fits .* on tier device, which has 1,048,576"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: dict, message: str) -> None:

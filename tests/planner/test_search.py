@@ -191,18 +191,20 @@ def test_frozen_parameters_do_not_count_in_the_bound():
 
 
 class FrozenFacts:
-    """A model of which only the root is trained."""
+    """A model of which only one unit is trained: the root, or another one by its number."""
 
-    def __init__(self, facts):
+    def __init__(self, facts, trained=0):
         self._facts, self.name, self.numel = facts, facts.name, facts.numel
-        self.work = facts.work
+        self.work, self._trained = facts.work, trained
 
     def spec(self, plan, topology):
         spec = self._facts.spec(plan, topology)
-        inner = [
-            replace(unit, flats=tuple(map(self._frozen, unit.flats))) for unit in spec.units[1:]
+        trained = spec.units[self._trained]
+        units = [
+            unit if unit is trained else replace(unit, flats=tuple(map(self._frozen, unit.flats)))
+            for unit in spec.units
         ]
-        return replace(spec, units=(spec.units[0], *inner))
+        return replace(spec, units=tuple(units))
 
     def _frozen(self, flat):
         slots = (replace(s, param=replace(s.param, requires_grad=False)) for s in flat.slots)
@@ -416,3 +418,16 @@ def test_the_bound_knows_that_an_update_is_one_call():
             for plan in wirings(family.plan, cluster.topology, asked.loss)
         )
         assert family.bound_s <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("trained", [0, 2, -1])
+def test_no_plan_of_a_frozen_model_is_faster_than_its_bound(trained):
+    """Before the first trained unit nothing is gathered or computed in backward."""
+    cluster = slow_cluster(world=2e8)
+    asked = request(facts=FrozenFacts(facts_of("gpt-mini"), trained), cluster=cluster)
+    found = _Space(asked, tile_numel=0, progress=lambda _: None)
+    for family in list(found._families(asked.limit))[::9]:
+        for plan in wirings(family.plan, cluster.topology, asked.loss):
+            assert evaluate(asked, plan, family.batch).step_s >= family.bound_s * (1 - 1e-9)
+    whole = search(replace(asked, facts=facts_of("gpt-mini"))).best
+    assert search(asked).best.step_s < 0.8 * whole.step_s
