@@ -76,6 +76,9 @@ def test_regret_is_measured_in_the_finals() -> None:
     chosen = replace(chosen, finals=[1.1, 1.5, 1.32])
     (regret,) = summarise([lucky, fast, chosen]).regrets.values()
     assert regret == pytest.approx(1.1)
+    twin = replace(fast, predicted_s=chosen.predicted_s)  # the chosen plan by another name
+    (regret,) = summarise([lucky, twin, chosen]).regrets.values()
+    assert regret == 1.0
     faster = replace(chosen, finals=[0.9, 0.9, 2.0])
     (regret,) = summarise([lucky, fast, faster]).regrets.values()
     assert regret == 1.0
