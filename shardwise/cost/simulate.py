@@ -39,8 +39,6 @@ USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SL
 """What a step's time goes for: work, then what is exposed of transfers, then crowded processors."""
 EXPOSED = USES[3:]
 """What a step would not take if transfers were free."""
-BACKWARD = (Trigger.BEFORE_BACKWARD, Trigger.AFTER_BACKWARD)
-"""What never happens to a unit that no gradient reaches, see ``backward_times``."""
 Priced = TypeVar("Priced")
 WARM_UP_STEPS = 1
 """A step overlaps the refresh of the one before it, so that the first is not like the others."""
@@ -276,7 +274,6 @@ class _Steps:
         return not self._phase.synchronises
 
     def _pass(self, events: Sequence[Event]) -> Iterator[Instruction]:
-        events = [event for event in events if self._happens(event)]
         forward = [event for event in events if event.trigger is Trigger.BEFORE_FORWARD]
         backward = [event for event in events if event.trigger is Trigger.BEFORE_BACKWARD]
         walk = _Walk(self, forward)
@@ -318,12 +315,6 @@ class _Steps:
         for event in events:
             if event.trigger is Trigger.STEP:
                 yield from self._step(event)
-
-    def _happens(self, event: Event) -> bool:
-        """No backward reaches frozen units before the first one that is trained."""
-        if event.trigger not in BACKWARD:
-            return True
-        return event.unit == self._root or self._units[event.unit].backward_times > 0
 
     # --- compute ------------------------------------------------------------------------------
 

@@ -184,7 +184,8 @@ def schedule(
     if phase is Phase.EVAL:
         return tuple(events)
     events.append(fire(Trigger.BEFORE_BACKWARD, root))
-    for name in reversed(inner):
+    reached = reached_units(model)
+    for name in (name for name in reversed(inner) if name in reached):
         for trigger in (Trigger.BEFORE_BACKWARD, Trigger.GRADS_READY, Trigger.AFTER_BACKWARD):
             events.append(fire(trigger, name))
     events += [fire(Trigger.GRADS_READY, root), fire(Trigger.AFTER_BACKWARD, root)]
@@ -234,6 +235,20 @@ def _recomputed(order: Sequence[str], units: dict[str, UnitSpec], plan: Plan) ->
         for later, name in enumerate(reversed(tiles)):
             if 2 * later - 1 > max(plan.prefetch, 1):
                 yield name
+
+
+def reached_units(model: ModelSpec) -> set[str]:
+    """The units that backward comes to: the root, and all from the first on that is trained.
+
+    The root is taken to be first as a whole: where any of it is trained, all others are reached.
+    """
+    root, *inner = model.units
+    first = 0 if trained_flats(root) else len(inner)
+    for index, unit in enumerate(inner[:first]):
+        if trained_flats(unit):
+            first = index
+            break
+    return {root.name, *(unit.name for unit in inner[first:])}
 
 
 def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:

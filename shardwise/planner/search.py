@@ -18,7 +18,7 @@ from shardwise.core.topology import Topology
 from shardwise.core.work import Work
 from shardwise.cost.engine import Stage
 from shardwise.cost.price import Prices
-from shardwise.cost.simulate import BACKWARD, Estimate, backward_times, simulate
+from shardwise.cost.simulate import Estimate, backward_times, simulate
 from shardwise.plan.facts import Facts
 from shardwise.plan.memory import Memory, with_activations
 from shardwise.plan.plan import Plan, Precision, resolve, untiled
@@ -601,7 +601,7 @@ class _Space:
         rungs = resolve(plan, self._topology, unit.name)
         ops = unit_ops(unit, rungs, plan, phase, encloses=unit.name == ROOT)
         if not self._backward(plan)[untiled(unit.name)]:
-            ops = {trigger: some for trigger, some in ops.items() if trigger not in BACKWARD}
+            del ops[Trigger.BEFORE_BACKWARD]
         for op in (op for some in ops.values() for op in some):
             for hop in op.hops:
                 seconds[f"link {hop.level}"] += self._hop_seconds(op, hop)

@@ -368,3 +368,21 @@ def test_an_update_moves_each_state_from_its_own_tier(
     own = 4096 // GRID.world
     assert (op.moved_bytes - op.written_bytes, op.written_bytes) == (disk[0] * own, disk[1] * own)
     assert op.crossing_bytes == (crossing[0] * own, crossing[1] * own)
+
+
+@pytest.mark.parametrize(("trained", "reached"), [(0, 3), (1, 3), (2, 2), (3, 1)])
+def test_backward_comes_to_nothing_before_the_first_trained_unit(
+    trained: int, reached: int
+) -> None:
+    """Of a root and three units all is frozen but one; ``explain`` and the simulator agree."""
+    units = [
+        lay_out(
+            f"u.{index}",
+            [ParamSpec("weight", (4096,), "float32", requires_grad=index == trained)],
+            GRID.world,
+        )
+        for index in range(4)
+    ]
+    events = schedule(presets.zero3(), ModelSpec(tuple(units)), GRID)
+    found = [event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD]
+    assert found == ["u.0", *(f"u.{index}" for index in (3, 2, 1)[:reached])]
