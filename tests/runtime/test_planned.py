@@ -17,6 +17,15 @@ LEVELS = "node=2,world=2"
 PLANS = ["ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean", "infinity"]
 
 
+class LastTrained(TinyGPT):
+    """A model of which only the last block is trained: no backward comes to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks[-1].requires_grad_(True)
+
+
 def _planned(model, plan, *phases: Phase) -> Counter[Op]:
     topology = Topology.parse(LEVELS)
     spec = describe(model, plan, topology)
@@ -79,6 +88,8 @@ def compare_all(path: str) -> None:
         early = Tiers(path=path, update="backward")
         compare(path, name, keep, tier="nvme", tiers=early)
     compare(path, "zero3", "none", tiling=Tiling(numel=480))  # with tied weights
+    for name in ("zero3", "amsp", "zeropp"):
+        compare(path, name, "none", kind=LastTrained)
     tiled = {"kind": UntiedGPT, "tiling": Tiling(numel=480)}
     compare(path, "zero3", "node", tier="nvme", activations="recompute", **tiled)
 
