@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import shardwise as sw
-from shardwise.plan.file import dump_plan
-from shardwise.plan.plan import Tiers
+from shardwise.plans.file import dump_plan
+from shardwise.plans.plan import Tiers
 
 WALL = Path(__file__).resolve().parent / "wall.py"
 

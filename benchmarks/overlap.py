@@ -19,7 +19,7 @@ import torch
 
 import shardwise as sw
 from shardwise.api import runtime_of
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 from shardwise.train.gpt import GPT, GPTConfig
 
 MEASURED = {"prefetch": "forward and backward", "update": "whole step"}

@@ -217,7 +217,7 @@ def _setting(args: argparse.Namespace) -> "Setting":
 def _predict(args: argparse.Namespace, name: str) -> float:
     """What ``shardwise explain`` says."""
     from shardwise.bench.contenders import plan_of
-    from shardwise.plan import dump_plan
+    from shardwise.plans import dump_plan
 
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.toml"

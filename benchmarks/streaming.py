@@ -21,7 +21,7 @@ import torch
 
 import shardwise as sw
 from shardwise.api import runtime_of
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 from shardwise.train.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.plan.plan import Precision
+from shardwise.plans.plan import Precision
 
 MIXED = Precision(compute="bfloat16", reduce="bfloat16", master="float32")
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}

@@ -220,8 +220,8 @@ def build_shardwise(job: dict[str, Any], kind: Any, config: Any) -> Any:
     from shardwise.core.topology import Topology
     from shardwise.model.activations import saved_bytes
     from shardwise.model.units import describe
-    from shardwise.plan.file import load_plan
-    from shardwise.plan.memory import memory
+    from shardwise.plans.file import load_plan
+    from shardwise.plans.memory import memory
 
     plan = load_plan(job["plan"]) if job["plan"] else sw.presets.infinity(job["disk"])
     if job["budget"]:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     )
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
     from shardwise.model.deferred import deferred_init
-    from shardwise.plan import presets
-    from shardwise.plan.plan import Override, Plan, Precision, StatePlan, Tiers
     from shardwise.planner.api import plan, simulate
-    from shardwise.probe.probe import probe
+    from shardwise.plans import presets
+    from shardwise.plans.plan import Override, Plan, Precision, StatePlan, Tiers
+    from shardwise.probing.probe import probe
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
 
@@ -42,8 +42,9 @@ _HOMES = {
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
-    "shardwise.plan.plan": "Override Plan Precision StatePlan Tiers",
-    "shardwise.planner.api": "simulate",
+    "shardwise.plans.plan": "Override Plan Precision StatePlan Tiers",
+    "shardwise.planner.api": "plan simulate",
+    "shardwise.probing.probe": "probe",
     "shardwise.tier.budget": "BudgetError",
     "shardwise.tier.store": "TierError",
 }
@@ -85,9 +86,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports on first use: planning must not wait for torch."""
     if name == "presets":
-        return importlib.import_module("shardwise.plan.presets")
-    if name in ("plan", "probe"):
-        return importlib.import_module(f"shardwise.{name}")  # packages that can be called
+        return importlib.import_module("shardwise.plans.presets")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shardwise' has no attribute '{name}'")

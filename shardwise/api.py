@@ -20,13 +20,15 @@ from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
 from shardwise.core.trace import Trace, recording
 from shardwise.model.units import find_units, spec_of
-from shardwise.plan.facts import Run
-from shardwise.plan.file import load_plan
-from shardwise.plan.plan import Plan
-from shardwise.plan.validate import check
-from shardwise.runtime import access, activations, build, hooks, tiles
-from shardwise.runtime.optim import OptimizerTakeover, check_elementwise, watch
+from shardwise.plans.facts import Run
+from shardwise.plans.file import load_plan
+from shardwise.plans.plan import Plan
+from shardwise.plans.validate import check
+from shardwise.runtime import build, hooks, tiles
+from shardwise.runtime.activations import recompute
+from shardwise.runtime.optimizer.takeover import OptimizerTakeover, check_elementwise, watch
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import access
 
 _runtimes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Weak on both sides: the model's hooks hold its runtime, which holds the model."""
@@ -146,7 +148,7 @@ def shard(
     hooks.install(runtime)
     tiles.install(runtime)
     disk = runtime.homes.disk
-    activations.install(runtime, disk and disk.store, disk and disk.pool)
+    recompute.install(runtime, disk and disk.store, disk and disk.pool)
     if optimizer is not None:
         try:
             OptimizerTakeover(runtime, optimizer)

@@ -13,17 +13,17 @@ from shardwise.comm.grid import find_place
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.model.facts import facts_of_module, main_dtype
-from shardwise.plan.facts import Run
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import Kind, Op
 from shardwise.planner.choices import wires
 from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
-from shardwise.probe.cache import cached_probe
-from shardwise.probe.probe import probed_device
-from shardwise.probe.progress import shown
-from shardwise.probe.scope import DTYPES
+from shardwise.plans.facts import Run
+from shardwise.plans.plan import Plan
+from shardwise.plans.schedule import Kind, Op
+from shardwise.probing.cache import cached_probe
+from shardwise.probing.probe import probed_device
+from shardwise.probing.progress import shown
+from shardwise.probing.scope import DTYPES
 from shardwise.runtime.runtime import Runtime
 from shardwise.train.metrics import format_bytes
 

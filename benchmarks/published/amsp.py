@@ -9,10 +9,10 @@ from published.rows import FLAT, TERA, Group, Row, estimate, shares, states, wri
 from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import Habits
 from shardwise.cost.simulate import Estimate
-from shardwise.plan.builtin import builtin
-from shardwise.plan.plan import Plan
 from shardwise.planner.search import Request, search
 from shardwise.planner.space import Loss, mixed
+from shardwise.plans.builtin import builtin
+from shardwise.plans.plan import Plan
 
 PEAK = 312 * TERA
 AMSP_BATCH, AMSP_SEQ = 1024, 4096

@@ -7,11 +7,11 @@ from published.rows import FLAT, Group, Row, estimate, fits, needs, shares, stat
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import Estimate
-from shardwise.plan import presets
-from shardwise.plan.builtin import builtin
-from shardwise.plan.facts import Facts
-from shardwise.plan.plan import Plan
 from shardwise.planner.space import Placement, mixed, placed, placements
+from shardwise.plans import presets
+from shardwise.plans.builtin import builtin
+from shardwise.plans.facts import Facts
+from shardwise.plans.plan import Plan
 
 INFINITY_SEQ = 1024
 INFINITY = {

@@ -7,13 +7,13 @@ from published.rows import Group, Row, estimate, shares, states, written
 from shardwise.core.cluster import Cluster
 from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import Estimate
-from shardwise.plan import presets
-from shardwise.plan.builtin import builtin
-from shardwise.plan.plan import Plan
-from shardwise.plan.validate import legal_plans
 from shardwise.planner.alike import Alike
 from shardwise.planner.search import Request, overflows, search
 from shardwise.planner.space import mixed
+from shardwise.plans import presets
+from shardwise.plans.builtin import builtin
+from shardwise.plans.plan import Plan
+from shardwise.plans.validate import legal_plans
 
 JOINT_CLUSTERS = {
     "a800-amsp": ("bfloat16", 4096),

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from shardwise.core.cluster import Cluster
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate
-from shardwise.plan.facts import Facts
-from shardwise.plan.memory import Memory
-from shardwise.plan.plan import Plan, StatePlan
 from shardwise.planner.alike import Alike
 from shardwise.planner.search import Request, overflows
 from shardwise.planner.space import mixed
+from shardwise.plans.facts import Facts
+from shardwise.plans.memory import Memory
+from shardwise.plans.plan import Plan, StatePlan
 
 TERA = 1e12
 FLAT = Habits(flat=True)

@@ -7,10 +7,10 @@ from functools import cache
 from published.rows import FLAT, Group, Row, estimate, shares, tflops
 from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import Estimate
-from shardwise.plan import presets
-from shardwise.plan.builtin import builtin
-from shardwise.plan.plan import Plan
 from shardwise.planner.space import mixed
+from shardwise.plans import presets
+from shardwise.plans.builtin import builtin
+from shardwise.plans.plan import Plan
 
 ZEROPP_MODELS = {
     # 40 layers of 6144 are in DeepSpeed's tutorial. The others' shapes could not be read; layers of

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from shardwise.bench.messages import Setting
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
-from shardwise.plan.file import load_plan
-from shardwise.plan.plan import Plan
+from shardwise.plans.file import load_plan
+from shardwise.plans.plan import Plan
 
 LEARNING_RATE = 1e-4
 

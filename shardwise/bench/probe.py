@@ -16,7 +16,7 @@ from shardwise.core import cluster as described
 from shardwise.core.cluster import Curve, LinkSpec
 from shardwise.cost.file import parse_cluster
 
-ENTRY = "shardwise.probe.job:work"
+ENTRY = "shardwise.probing.job:work"
 
 
 def probe_cluster(
@@ -24,7 +24,7 @@ def probe_cluster(
 ) -> described.Cluster:
     """Emulates a cluster of links of a rate, probes it, and takes it down.
 
-    ``arguments`` are those of ``shardwise.probe.job.work``: dtype, path, quick, in_float32.
+    ``arguments`` are those of ``shardwise.probing.job.work``: dtype, path, quick, in_float32.
     """
     with signals_raised(), Cluster(nodes) as cluster:
         job = Job(cluster, "probe", sys.executable, ranks_per_node=ranks, number=0)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import UsageError
-from shardwise.plan import presets
-from shardwise.plan.file import dump_plan
-from shardwise.plan.plan import Plan, Precision
+from shardwise.plans import presets
+from shardwise.plans.file import dump_plan
+from shardwise.plans.plan import Plan, Precision
 
 BASELINE = "zero3"
 MIXED = Precision(compute="bfloat16", reduce="bfloat16", master="float32")

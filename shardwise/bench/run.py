@@ -195,8 +195,8 @@ def predict(plan_name: str, setting: Setting) -> int:
 
     from shardwise.bench.contenders import plan_of
     from shardwise.model.units import describe
-    from shardwise.plan.traffic import step_traffic
-    from shardwise.plan.validate import check
+    from shardwise.plans.traffic import step_traffic
+    from shardwise.plans.validate import check
     from shardwise.train.config import ModelConfig
     from shardwise.train.models import build_model
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.runtime import access
 from shardwise.runtime.flat import Flat, ParamSlot
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import access
 
 DTYPES = {
     "F64": torch.float64,

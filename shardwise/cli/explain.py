@@ -12,12 +12,12 @@ from shardwise.cli.common import JSON_OPTION, print_json
 from shardwise.core.layout import ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
-from shardwise.plan.file import dump_plan, load_plan
-from shardwise.plan.memory import Memory, memory
-from shardwise.plan.plan import Plan, Rungs, resolve
-from shardwise.plan.schedule import Event, Op, Phase, schedule
-from shardwise.plan.traffic import Traffic, Use, step_traffic
-from shardwise.plan.validate import check, spreads
+from shardwise.plans.file import dump_plan, load_plan
+from shardwise.plans.memory import Memory, memory
+from shardwise.plans.plan import Plan, Rungs, resolve
+from shardwise.plans.schedule import Event, Op, Phase, schedule
+from shardwise.plans.traffic import Traffic, Use, step_traffic
+from shardwise.plans.validate import check, spreads
 from shardwise.train.facts import facts_of
 from shardwise.train.metrics import format_bytes, format_count
 

@@ -121,8 +121,8 @@ def _telling() -> "Iterator[Callable[[str], None]]":
 
 
 def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path | None) -> None:
-    from shardwise.plan.file import dump_plan
     from shardwise.planner.chart import draw_front, write_chart
+    from shardwise.plans.file import dump_plan
 
     if output is not None:
         head = (
@@ -198,7 +198,7 @@ def _answer(advice: "Advice", took_s: float) -> dict[str, Any]:
 def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
     import tomllib
 
-    from shardwise.plan.file import dump_plan
+    from shardwise.plans.file import dump_plan
 
     estimate = candidate.estimate
     return {

@@ -47,7 +47,7 @@ def probe(
       torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise probe -o cluster.toml
     """
     from shardwise.core.topology import Topology
-    from shardwise.probe.scope import check_dtype
+    from shardwise.probing.scope import check_dtype
     from shardwise.train import launch
 
     grid = Topology.parse(levels) if levels is not None else None
@@ -65,7 +65,7 @@ def probe(
     }
     count = workers or (grid.world if grid is not None else _default_workers())
     with interruptible():
-        answer = launch.run("shardwise.probe.job:command", arguments, workers=count)
+        answer = launch.run("shardwise.probing.job:command", arguments, workers=count)
     if launch.is_rank_zero():
         _finish(answer, output, as_json)
 
@@ -86,7 +86,7 @@ def _finish(answer: dict[str, Any], output: Path | None, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from shardwise.probe.report import print_cluster
+    from shardwise.probing.report import print_cluster
 
     console = Console(highlight=False)
     print_cluster(parse_cluster(answer["cluster"]), console)

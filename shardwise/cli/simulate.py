@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shardwise.core.cluster import Cluster
     from shardwise.core.trace import Count
     from shardwise.cost.simulate import Estimate
-    from shardwise.plan.facts import Facts
-    from shardwise.plan.plan import Plan
     from shardwise.planner.search import Overflow
+    from shardwise.plans.facts import Facts
+    from shardwise.plans.plan import Plan
 
 UPDATES = ("update", "copies")
 """What tables show as one: neither is the model's own work, nor a transfer."""
@@ -80,9 +80,9 @@ def simulate(
       shardwise simulate amsp --cluster dgx-h100 --ranks 64 --trace step.json
     """
     from shardwise.cost.file import load_cluster
-    from shardwise.plan.file import load_plan
     from shardwise.planner.api import with_precision
     from shardwise.planner.chart import check_chart
+    from shardwise.plans.file import load_plan
     from shardwise.train.facts import facts_of
 
     described = load_cluster(cluster)
@@ -164,7 +164,7 @@ class Simulation:
 
     def to_dict(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The answer in JSON's types."""
-        from shardwise.plan.file import dump_plan
+        from shardwise.plans.file import dump_plan
 
         return {
             "plan": tomllib.loads(dump_plan(self.plan)),
@@ -280,7 +280,7 @@ def _write(
 def _memory_counts(simulation: Simulation, row: Row) -> "list[Count]":
     """What the device holds whenever another unit is computed."""
     from shardwise.core.trace import Count
-    from shardwise.plan.along import along
+    from shardwise.plans.along import along
 
     topology, plan = row.case.cluster.topology, row.estimate.plan
     saved = simulation.facts.work(row.case.micro_batch, simulation.seq, plan, topology).saved

@@ -19,8 +19,8 @@ from shardwise.core.errors import PlanError
 from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.cost.habits import OURS, Habits
-from shardwise.plan.plan import Rungs
-from shardwise.plan.schedule import Hop, Op, chunk_numel
+from shardwise.plans.plan import Rungs
+from shardwise.plans.schedule import Hop, Op, chunk_numel
 
 PROCESSOR, HOST_PROCESSOR = "processor", "host processor"
 READ, WRITE, HOST = "read", "write", "host"

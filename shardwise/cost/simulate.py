@@ -19,9 +19,9 @@ from shardwise.cost.engine import SLOWED, Compute, Instruction, Job, Mark, Run, 
 from shardwise.cost.engine import run as run_program
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
-from shardwise.plan.memory import Memory, memory
-from shardwise.plan.plan import Plan, Rungs, has_master, resolve, untiled
-from shardwise.plan.schedule import (
+from shardwise.plans.memory import Memory, memory
+from shardwise.plans.plan import Plan, Rungs, has_master, resolve, untiled
+from shardwise.plans.schedule import (
     REDUCTIONS_IN_FLIGHT,
     Event,
     Kind,
@@ -33,7 +33,7 @@ from shardwise.plan.schedule import (
     schedule,
     trained_flats,
 )
-from shardwise.plan.traffic import step_phases
+from shardwise.plans.traffic import step_phases
 
 USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SLOWED)
 """What a step's time goes for: work, then what is exposed of transfers, then crowded processors."""

@@ -16,7 +16,7 @@ from shardwise.core.work import Saved
 from shardwise.model.inspect import Members, find_members
 from shardwise.model.projection import in_tiles
 from shardwise.model.tiling import cut
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 
 __all__ = ["SMALL_BYTES", "forward_of", "saved_bytes"]
 

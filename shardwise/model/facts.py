@@ -1,4 +1,4 @@
-"""The facts of any ``nn.Module``, told without its memory: see ``plan/facts.py``.
+"""The facts of any ``nn.Module``, told without its memory: see ``plans/facts.py``.
 
 [Note: Batches by extrapolation]
 What a forward computes and saves grows evenly with the batch, storage by storage. So two runs on
@@ -29,9 +29,9 @@ from shardwise.core.work import Work
 from shardwise.model.activations import forward_of
 from shardwise.model.inspect import ROOT, find_members
 from shardwise.model.units import describe
-from shardwise.plan.facts import Run
-from shardwise.plan.plan import Plan
-from shardwise.plan.tiles import TWO_RANKS, may_cut, on_two_ranks
+from shardwise.plans.facts import Run
+from shardwise.plans.plan import Plan
+from shardwise.plans.tiles import TWO_RANKS, may_cut, on_two_ranks
 
 _UNEVEN = (
     fake_tensor.DataDependentOutputException,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.core.errors import PlanError
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
     from shardwise.model.tiling import Whole

@@ -4,7 +4,7 @@
 A tile is some rows of a weight, with a module and a unit of its own. The layer's forward calls the
 tiles one after another, so that hooks gather, free and reduce each in turn, ahead of their use, as
 they do with any other unit. The user's parameter stays where it is, with its name and shape: it
-stands for the tiles' rows (``runtime/face.py``).
+stands for the tiles' rows (``runtime/surface/face.py``).
 
 Rows serve both kinds of layers: those of a linear layer are outputs, which are laid side by side;
 those of an embedding are entries, of which a tile looks up its own.
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
 from shardwise.model.inspect import ROOT, Members
-from shardwise.plan.plan import Plan, tile_name
-from shardwise.plan.tiles import cuts, may_cut, tile_rows
+from shardwise.plans.plan import Plan, tile_name
+from shardwise.plans.tiles import cuts, may_cut, tile_rows
 
 
 class Tile(nn.Module):

@@ -6,7 +6,7 @@ from shardwise.core.layout import ModelSpec, ParamSpec, UnitSpec, lay_out
 from shardwise.core.topology import Topology
 from shardwise.model.inspect import Members, find_members
 from shardwise.model.tiling import cut
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 
 
 def find_units(model: nn.Module, plan: Plan, topology: Topology) -> list[Members]:

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field, replace
 from shardwise.core.cluster import Cluster, ClusterError, Curve, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.engine import SLOWED
-from shardwise.plan.along import Moment, along, peak
-from shardwise.plan.presets import PRESETS
-from shardwise.plan.validate import violations
 from shardwise.planner.choices import Choice, other_choices
 from shardwise.planner.search import (
     Candidate,
@@ -22,6 +19,9 @@ from shardwise.planner.search import (
 )
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
+from shardwise.plans.along import Moment, along, peak
+from shardwise.plans.presets import PRESETS
+from shardwise.plans.validate import violations
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.18, 0.125)
 """Of the memory, for the front: what could be had with less."""

@@ -18,8 +18,8 @@ from shardwise.core.layout import ModelSpec
 from shardwise.core.work import Saved, Work
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate, simulate
-from shardwise.plan.memory import Memory, memory
-from shardwise.plan.plan import Plan
+from shardwise.plans.memory import Memory, memory
+from shardwise.plans.plan import Plan
 
 SHORT = 4
 """Blocks of the shorter model: more than pools, prefetching and reductions in flight hold."""

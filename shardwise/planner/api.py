@@ -11,13 +11,13 @@ from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import Habits
 from shardwise.cost.simulate import Estimate
 from shardwise.cost.simulate import simulate as simulate_step
-from shardwise.plan.facts import Facts, Run
-from shardwise.plan.file import load_plan
-from shardwise.plan.plan import Plan, Precision
-from shardwise.plan.validate import check
 from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Loss, mixed
 from shardwise.planner.units import refine
+from shardwise.plans.facts import Facts, Run
+from shardwise.plans.file import load_plan
+from shardwise.plans.plan import Plan, Precision
+from shardwise.plans.validate import check
 
 if TYPE_CHECKING:
     from torch import nn

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.core.topology import Topology
-from shardwise.plan.plan import Plan
-from shardwise.plan.validate import violations
 from shardwise.planner.search import Candidate, Request, Search
 from shardwise.planner.space import (
     Batch,
@@ -15,6 +13,8 @@ from shardwise.planner.space import (
     placements,
     wirings,
 )
+from shardwise.plans.plan import Plan
+from shardwise.plans.validate import violations
 
 Variants = Iterator[tuple[Plan, Batch]]
 

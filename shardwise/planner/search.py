@@ -19,12 +19,6 @@ from shardwise.core.work import Work
 from shardwise.cost.engine import Stage
 from shardwise.cost.price import Prices
 from shardwise.cost.simulate import Estimate, backward_times, simulate
-from shardwise.plan.facts import Facts
-from shardwise.plan.memory import Memory, with_activations
-from shardwise.plan.plan import Plan, Precision, resolve, untiled
-from shardwise.plan.presets import PRESETS
-from shardwise.plan.schedule import Hop, Kind, Op, Phase, Trigger, trained_flats, unit_ops
-from shardwise.plan.traffic import step_phases
 from shardwise.planner.alike import SHORT, Alike
 from shardwise.planner.space import (
     STATES,
@@ -40,6 +34,12 @@ from shardwise.planner.space import (
     placements,
     wirings,
 )
+from shardwise.plans.facts import Facts
+from shardwise.plans.memory import Memory, with_activations
+from shardwise.plans.plan import Plan, Precision, resolve, untiled
+from shardwise.plans.presets import PRESETS
+from shardwise.plans.schedule import Hop, Kind, Op, Phase, Trigger, trained_flats, unit_ops
+from shardwise.plans.traffic import step_phases
 
 ROOT = "root"
 Seconds = defaultdict[str, float]

@@ -9,8 +9,8 @@ from itertools import product
 from shardwise.core.cluster import Cluster
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology, divisors
-from shardwise.plan.plan import Plan, Precision, Tiers, resolve
-from shardwise.plan.validate import legal_plans, violations
+from shardwise.plans.plan import Plan, Precision, Tiers, resolve
+from shardwise.plans.validate import legal_plans, violations
 
 STATES = ("params", "grads", "optim")
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from shardwise.plan.plan import Override, Plan, StatePlan
-from shardwise.plan.validate import violations
 from shardwise.planner.alike import Alike
 from shardwise.planner.search import Candidate, Request, evaluate
+from shardwise.plans.plan import Override, Plan, StatePlan
+from shardwise.plans.validate import violations
 
 STATES = ("params", "grads", "optim")
 WORTH = 0.005

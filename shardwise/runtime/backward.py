@@ -28,11 +28,11 @@ import torch
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
-from shardwise.plan.schedule import REDUCTIONS_IN_FLIGHT, Kind, Trigger
-from shardwise.runtime import grads
+from shardwise.plans.schedule import REDUCTIONS_IN_FLIGHT, Kind, Trigger
 from shardwise.runtime.flat import ParamSlot
-from shardwise.runtime.memory import trim_heap
+from shardwise.runtime.surface import grads
 from shardwise.runtime.unit import Unit
+from shardwise.tier.memory import trim_heap
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from shardwise.comm.carry import Carrier, Carriers, Outer
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import PlanError
 from shardwise.core.layout import ModelSpec, Slot
@@ -10,19 +11,18 @@ from shardwise.core.topology import Step
 from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
 from shardwise.model.inspect import Members
 from shardwise.model.tiling import Tile
-from shardwise.plan.plan import Plan, Rungs, resolve
-from shardwise.plan.schedule import outer_step
-from shardwise.runtime import guard
-from shardwise.runtime.carry import Carrier, Carriers, Outer
-from shardwise.runtime.face import Face, TiledFace
+from shardwise.plans.plan import Plan, Rungs, resolve
+from shardwise.plans.schedule import outer_step
 from shardwise.runtime.flat import Flat, ParamSlot, Pools
-from shardwise.runtime.memory import trim_heap
-from shardwise.runtime.rest import Disk, Homes
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import guard
+from shardwise.runtime.surface.face import Face, TiledFace
 from shardwise.runtime.unit import Unit
 from shardwise.tier.budget import Budget
+from shardwise.tier.memory import trim_heap
 from shardwise.tier.nvme import NvmeStore
 from shardwise.tier.pool import Pool
+from shardwise.tier.rest import Disk, Homes
 
 Seeds = dict[int, int]
 """The agreed seed of each deferred tensor, by the tensor's id."""

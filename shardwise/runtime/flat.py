@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.comm.carry import Carrier, Leg, Outer, finish
 from shardwise.comm.link import accumulate
 from shardwise.core.errors import UsageError
 from shardwise.core.layout import FlatSpec, Slot
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.wire import Format
-from shardwise.plan.plan import Plan, Rungs, has_master
-from shardwise.plan.schedule import Hop
-from shardwise.runtime.carry import Carrier, Leg, Outer, finish
-from shardwise.runtime.face import Face
-from shardwise.runtime.memory import SwappedBuffer, tensor_on
-from shardwise.runtime.rest import Homes, Loan, PartOf, Resident, Rest, Stored
+from shardwise.plans.plan import Plan, Rungs, has_master
+from shardwise.plans.schedule import Hop
+from shardwise.runtime.surface.face import Face
+from shardwise.tier.memory import SwappedBuffer, tensor_on
 from shardwise.tier.pool import Pool, zeros
+from shardwise.tier.rest import Homes, Loan, PartOf, Resident, Rest, Stored
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime

@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.model.projection import Unread, read
 from shardwise.model.tiling import Tile
-from shardwise.runtime import grads, guard
 from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import grads, guard
 from shardwise.runtime.unit import Unit
 
 

@@ -16,24 +16,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.carry import Carriers
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
 from shardwise.core.trace import active
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import Kind, Op, Phase, Trigger
+from shardwise.plans.plan import Plan
+from shardwise.plans.schedule import Kind, Op, Phase, Trigger
 from shardwise.runtime.agreement import Agreed, Agreement
-from shardwise.runtime.carry import Carriers
-from shardwise.runtime.face import Face, shown_state
 from shardwise.runtime.flat import ParamSlot, Pools
 from shardwise.runtime.order import Hold, Use, Walk
-from shardwise.runtime.rest import Homes
+from shardwise.runtime.surface.face import Face, shown_state
+from shardwise.runtime.surface.watch import Watch
 from shardwise.runtime.unit import State, Unit
-from shardwise.runtime.watch import Watch
+from shardwise.tier.rest import Homes
 
 if TYPE_CHECKING:
-    from shardwise.runtime.activations import Activations
-    from shardwise.runtime.optim import OptimizerTakeover
+    from shardwise.runtime.activations.recompute import Activations
+    from shardwise.runtime.optimizer.takeover import OptimizerTakeover
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Runtime:
         self._agreement = Agreement(self.grid.control, self.units)
 
     def __deepcopy__(self, memo: object) -> None:
-        from shardwise.runtime.guard import refuse_copy
+        from shardwise.runtime.surface.guard import refuse_copy
 
         raise refuse_copy(type(self.model).__name__)
 

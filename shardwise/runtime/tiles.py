@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import UsageError
 from shardwise.model.projection import in_tiles
-from shardwise.runtime import guard
-from shardwise.runtime.face import TiledFace
-from shardwise.runtime.memory import return_large_blocks
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import guard
+from shardwise.runtime.surface.face import TiledFace
+from shardwise.tier.memory import return_large_blocks
 
 
 def install(runtime: Runtime) -> None:

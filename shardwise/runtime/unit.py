@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.comm.carry import Carriers, Leg, finish
 from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Early
 from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
 from shardwise.model.tiling import Tile
-from shardwise.plan.plan import Plan, Rungs
-from shardwise.plan.schedule import (
+from shardwise.plans.plan import Plan, Rungs
+from shardwise.plans.schedule import (
     Hop,
     Kind,
     Op,
@@ -34,9 +35,8 @@ from shardwise.plan.schedule import (
     travels,
     unit_ops,
 )
-from shardwise.runtime import guard
-from shardwise.runtime.carry import Carriers, Leg, finish
 from shardwise.runtime.flat import Flat, FullGrad, ParamSlot
+from shardwise.runtime.surface import guard
 
 if TYPE_CHECKING:
     from shardwise.runtime.order import Hold

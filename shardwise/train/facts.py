@@ -1,7 +1,7 @@
 """The facts of a model by its name: by formulas where it is built in, else told of the module."""
 
-from shardwise.plan.builtin import builtin, is_builtin
-from shardwise.plan.facts import Facts
+from shardwise.plans.builtin import builtin, is_builtin
+from shardwise.plans.facts import Facts
 
 
 def facts_of(name: str) -> Facts:

@@ -22,10 +22,10 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import PlanError, ShardwiseError, UsageError
-from shardwise.plan.file import dump_plan, load_plan
-from shardwise.plan.plan import Plan
 from shardwise.planner.search import Candidate
 from shardwise.planner.space import Loss
+from shardwise.plans.file import dump_plan, load_plan
+from shardwise.plans.plan import Plan
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.errors import UsageError
-from shardwise.plan.file import load_plan
+from shardwise.plans.file import load_plan
 from shardwise.train import launch
 from shardwise.train.config import TrainConfig
 

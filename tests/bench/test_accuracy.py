@@ -25,7 +25,7 @@ from shardwise.bench.probe import median_of
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.core.topology import Topology
 from shardwise.cost.file import load_cluster
-from shardwise.plan.validate import violations
+from shardwise.plans.validate import violations
 
 
 def one(plan: str, predicted_s: float, measured_s: float, rate: str = "none") -> Comparison:

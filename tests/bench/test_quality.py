@@ -7,7 +7,7 @@ import pytest
 from shardwise.bench.quality import BASELINE, Outcome, Setting, read, run, summarise, techniques
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
-from shardwise.plan.validate import violations
+from shardwise.plans.validate import violations
 
 SHORT = Setting(model="gpt-tiny", steps=20, seq=64, global_batch=4, lr=3e-3, eval_batches=4)
 

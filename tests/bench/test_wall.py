@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.bench.limit import MemoryLimit
 from shardwise.core.errors import UsageError
-from shardwise.plan import presets
-from shardwise.plan.file import dump_plan
+from shardwise.plans import presets
+from shardwise.plans.file import dump_plan
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "wall.py"
 SMALL = ["--ranks", "1", "--layers", "8", "--width", "1024", "--seq", "32", "--steps", "2"]

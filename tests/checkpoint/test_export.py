@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.checkpoint import folder as folder_module
 from shardwise.checkpoint import pretrained
-from shardwise.plan.plan import Plan, Precision
+from shardwise.plans.plan import Plan, Precision
 from shardwise.runtime.unit import State
 from tests.harness import PRELOAD, WorkerError, Workers
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine

@@ -17,16 +17,16 @@ from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
 from shardwise.cost.simulate import USES, Estimate, _Steps, backward_times, simulate
-from shardwise.plan import presets
-from shardwise.plan.builtin import builtin
-from shardwise.plan.memory import memory
-from shardwise.plan.plan import Plan, Tiers, resolve
-from shardwise.plan.presets import PRESETS
-from shardwise.plan.schedule import CHUNK_NUMEL, Hop, Kind, Op, Phase
-from shardwise.plan.traffic import Use, step_phases, step_traffic
-from shardwise.plan.validate import violations
 from shardwise.planner.alike import SHORT_STEP, Alike
 from shardwise.planner.space import mixed
+from shardwise.plans import presets
+from shardwise.plans.builtin import builtin
+from shardwise.plans.memory import memory
+from shardwise.plans.plan import Plan, Tiers, resolve
+from shardwise.plans.presets import PRESETS
+from shardwise.plans.schedule import CHUNK_NUMEL, Hop, Kind, Op, Phase
+from shardwise.plans.traffic import Use, step_phases, step_traffic
+from shardwise.plans.validate import violations
 
 GRIDS = ("world=1", "node=4,world=1", "node=2,world=2", "node=2,rack=2,world=3")
 BLOCKS = 3

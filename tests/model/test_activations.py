@@ -12,9 +12,9 @@ from shardwise.cli.main import app
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.model.activations import SMALL_BYTES, saved_bytes
-from shardwise.plan import presets
-from shardwise.plan.file import dump_plan
-from shardwise.plan.plan import Plan, Tiers, Tiling
+from shardwise.plans import presets
+from shardwise.plans.file import dump_plan
+from shardwise.plans.plan import Plan, Tiers, Tiling
 from shardwise.train.gpt import GPT, GPTConfig
 
 PLAN = Plan(min_unit_numel=500)

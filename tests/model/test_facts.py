@@ -14,9 +14,9 @@ from torch import nn
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
 from shardwise.model.facts import ModuleFacts
-from shardwise.plan import presets
-from shardwise.plan.builtin import builtin
-from shardwise.plan.plan import Plan, Precision, Tiling
+from shardwise.plans import presets
+from shardwise.plans.builtin import builtin
+from shardwise.plans.plan import Plan, Precision, Tiling
 from shardwise.train.facts import facts_of
 from shardwise.train.gpt import GPT, SIZES, GPTConfig
 

@@ -10,7 +10,7 @@ from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
 from shardwise.model.inspect import find_members
 from shardwise.model.units import describe
-from shardwise.plan import presets
+from shardwise.plans import presets
 
 PLAN = replace(presets.zero3(), min_unit_numel=100)
 

@@ -14,8 +14,8 @@ from shardwise.core.topology import Topology
 from shardwise.model.projection import Unread
 from shardwise.model.tiling import Tile, embedding, linear
 from shardwise.model.units import find_units
-from shardwise.plan import presets
-from shardwise.plan.plan import Override, Plan, StatePlan, Tiling
+from shardwise.plans import presets
+from shardwise.plans.plan import Override, Plan, StatePlan, Tiling
 
 ROWS, WIDTH = 11, 6
 

@@ -7,10 +7,10 @@ import torch
 
 import shardwise as sw
 from shardwise.cost.file import load_cluster
-from shardwise.plan.validate import violations
 from shardwise.planner.api import request
 from shardwise.planner.search import Candidate, search
 from shardwise.planner.space import Loss
+from shardwise.plans.validate import violations
 from tests.models import TinyGPT, lm_loss
 
 ARGUMENTS = {"seq": 128, "ranks": 8}

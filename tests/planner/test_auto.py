@@ -16,9 +16,9 @@ from shardwise import auto
 from shardwise.api import runtime_of
 from shardwise.core.errors import UsageError
 from shardwise.cost.file import load_cluster
-from shardwise.plan.file import load_plan
 from shardwise.planner.space import Loss
-from shardwise.probe import recheck
+from shardwise.plans.file import load_plan
+from shardwise.probing import recheck
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine, train_plain
 
 

@@ -13,10 +13,6 @@ from shardwise.cli.main import app, run
 from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
-from shardwise.plan.file import load_plan
-from shardwise.plan.plan import Precision, Tiling
-from shardwise.plan.presets import PRESETS
-from shardwise.plan.validate import violations
 from shardwise.planner import space
 from shardwise.planner.advice import _binds, _faster, advise
 from shardwise.planner.choices import wires as wires_of
@@ -31,6 +27,10 @@ from shardwise.planner.search import (
 )
 from shardwise.planner.space import Batch, Loss, batches, mixed, placements, wirings
 from shardwise.planner.units import refine
+from shardwise.plans.file import load_plan
+from shardwise.plans.plan import Precision, Tiling
+from shardwise.plans.presets import PRESETS
+from shardwise.plans.validate import violations
 from shardwise.train.facts import facts_of
 
 

@@ -15,7 +15,7 @@ from shardwise.cli.main import run
 from shardwise.core.cluster import ClusterError, Curve
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import dump_cluster, load_cluster
-from shardwise.plan.builtin import builtin
+from shardwise.plans.builtin import builtin
 
 ROW_KEYS = {
     "ranks", "micro_batch", "bandwidth", "step_s", "tokens_per_s", "flops_per_s", "exposed", "memory", "fits",

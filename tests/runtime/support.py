@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import runtime_of
-from shardwise.plan.plan import Plan, StatePlan
+from shardwise.plans.plan import Plan, StatePlan
 from shardwise.runtime.unit import State
 from tests.models import largest_difference, on_rank_0
 

@@ -23,7 +23,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.errors import ShardwiseError, UsageError
 from shardwise.core.ticket import Ticket
-from shardwise.runtime import activations, offload
+from shardwise.runtime.activations import offload, recompute
 from shardwise.runtime.unit import State
 from shardwise.tier.pool import Pool
 from shardwise.tier.store import Record, TierError
@@ -105,7 +105,7 @@ class Sharded:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     store: FakeStore
-    activations: activations.Activations
+    activations: recompute.Activations
     pool: Pool
 
     @property
@@ -150,7 +150,7 @@ def shard(
     runtime = runtime_of(model)
     runtime.plan = chosen
     store, pool = store or FakeStore(), Pool(torch.device("cpu"))
-    installed = activations.install(runtime, store if setting == "nvme" else None, pool)
+    installed = recompute.install(runtime, store if setting == "nvme" else None, pool)
     return Sharded(model, optimizer, store, installed, pool)
 
 
@@ -759,7 +759,7 @@ def test_a_plan_with_activations_on_disk_needs_a_store():
     runtime = runtime_of(sharded.model)
     runtime.plan = replace(runtime.plan, activations="nvme")
     with pytest.raises(UsageError, match=r"set tiers\.path"):
-        activations.install(runtime, None)
+        recompute.install(runtime, None)
 
 
 def test_checkpoints_of_the_model_keep_inputs_in_memory_and_it_says_so():

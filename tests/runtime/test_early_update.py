@@ -16,9 +16,9 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.trace import Trace, recording
-from shardwise.plan.plan import Plan, Precision, Tiers, Tiling
-from shardwise.plan.schedule import Kind, Op
-from shardwise.runtime.windows import WindowedUpdate
+from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
+from shardwise.plans.schedule import Kind, Op
+from shardwise.runtime.optimizer.windows import WindowedUpdate
 from tests.models import (
     SharedLayers,
     TinyGPT,

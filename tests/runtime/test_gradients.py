@@ -12,8 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.core.errors import UsageError
-from shardwise.plan.plan import Override, Plan
-from shardwise.runtime import access
+from shardwise.plans.plan import Override, Plan
+from shardwise.runtime.surface import access
 from tests.models import largest_difference
 from tests.runtime.support import spreads
 from tests.runtime.training import FEW, PLANS, Job, compare, each_plan, plain_job

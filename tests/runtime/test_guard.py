@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import runtime_of
-from shardwise.plan.plan import Precision
+from shardwise.plans.plan import Precision
 from tests.models import TinyGPT, adamw, batch, largest_difference, lm_loss, mine
 from tests.runtime.support import (
     LEVELS,

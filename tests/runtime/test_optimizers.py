@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import shardwise as sw
 from shardwise.core.errors import UsageError
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 from tests.models import on_rank_0
 from tests.runtime.support import LIMIT_S, PLANS, levels_of, small
 from tests.runtime.training import FEW, Job, Signs, compare, each_plan, gpt, sharded_job, train

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.core.topology import Topology
-from shardwise.plan.plan import Plan
-from shardwise.plan.validate import legal_plans
+from shardwise.plans.plan import Plan
+from shardwise.plans.validate import legal_plans
 from tests.harness import Workers
 from tests.models import (
     SharedLayers,

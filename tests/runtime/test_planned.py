@@ -9,8 +9,8 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.topology import Topology
 from shardwise.model.units import describe
-from shardwise.plan.plan import Tiers, Tiling
-from shardwise.plan.schedule import Op, Phase, schedule
+from shardwise.plans.plan import Tiers, Tiling
+from shardwise.plans.schedule import Op, Phase, schedule
 from tests.models import TinyGPT, UntiedGPT, adamw, batch, lm_loss, make, mine
 
 LEVELS = "node=2,world=2"

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.plan.plan import Precision
+from shardwise.plans.plan import Precision
 from tests.models import largest_difference, on_rank_0
 from tests.runtime.support import assert_at_rest, assert_close
 from tests.runtime.training import FEW, PLANS, Job, compare, each_plan, gpt, plain_job, sharded_job

@@ -18,10 +18,10 @@ from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
 from shardwise.model.units import describe
-from shardwise.plan.memory import memory
-from shardwise.plan.plan import Plan, Precision, Tiers
-from shardwise.runtime.rest import Stored
+from shardwise.plans.memory import memory
+from shardwise.plans.plan import Plan, Precision, Tiers
 from shardwise.tier.budget import BudgetError
+from shardwise.tier.rest import Stored
 from shardwise.tier.store import TierError
 from tests.models import TinyGPT, adamw, batch, largest_difference, lm_loss, make, mine
 from tests.runtime.support import LEVELS, LIMIT_S, PLANS

@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.model.projection import Unread
-from shardwise.plan.plan import Plan, Precision, Tiers, Tiling
-from shardwise.runtime.face import TiledFace
+from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
+from shardwise.runtime.surface.face import TiledFace
 from tests.models import TinyGPT, UntiedGPT, adamw, batch, largest_difference, lm_loss, make, mine
 from tests.runtime.support import LEVELS, LIMIT_S, PLANS, assert_at_rest
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import runtime_of
-from shardwise.plan.plan import Override, Plan
+from shardwise.plans.plan import Override, Plan
 from tests.models import TinyGPT, batch, largest_difference, lm_loss, mine
 from tests.runtime.support import (
     LEVELS,

@@ -14,11 +14,11 @@ from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import simulate
 from shardwise.model.facts import ModuleFacts
 from shardwise.model.units import describe
-from shardwise.plan import schedule
-from shardwise.plan.memory import memory
-from shardwise.plan.plan import Plan
-from shardwise.plan.validate import legal_plans, violations
-from shardwise.runtime import access
+from shardwise.plans import schedule
+from shardwise.plans.memory import memory
+from shardwise.plans.plan import Plan
+from shardwise.plans.validate import legal_plans, violations
+from shardwise.runtime.surface import access
 from tests.models import SharedLayers, TinyGPT, adamw, batch, lm_loss, make, mine
 
 WIRES = {

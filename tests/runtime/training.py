@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.plan.plan import Plan
+from shardwise.plans.plan import Plan
 from tests.models import TinyGPT, largest_difference, on_rank_0
 from tests.runtime.support import (
     LIMIT_S,

@@ -5,8 +5,8 @@ import sys
 
 SCRIPT = """
 import importlib, pkgutil, sys
-import shardwise.core, shardwise.cost, shardwise.plan, shardwise.planner
-for package in (shardwise.core, shardwise.cost, shardwise.plan, shardwise.planner):
+import shardwise.core, shardwise.cost, shardwise.plans, shardwise.planner
+for package in (shardwise.core, shardwise.cost, shardwise.plans, shardwise.planner):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 importlib.import_module("shardwise.cli.explain")

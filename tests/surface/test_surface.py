@@ -10,9 +10,9 @@ from shardwise.cli import explain as explain_module
 from shardwise.cli.explain import explain
 from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Topology
-from shardwise.plan.file import TABLES
-from shardwise.plan.plan import Plan
-from shardwise.plan.presets import PRESETS
+from shardwise.plans.file import TABLES
+from shardwise.plans.plan import Plan
+from shardwise.plans.presets import PRESETS
 
 PLAN_KEYS = {
     "preset",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import UsageError
-from shardwise.plan.file import load_plan
+from shardwise.plans.file import load_plan
 from shardwise.train.config import ConfigError, TrainConfig, load_config
 from shardwise.train.launch import WorkerError
 from shardwise.train.metrics import Summary

@@ -20,8 +20,8 @@ from shardwise.api import runtime_of
 from shardwise.model.deferred import recorder
 from shardwise.model.inspect import find_members
 from shardwise.model.units import unit_spec
-from shardwise.plan.plan import Tiling
-from shardwise.plan.presets import PRESETS
+from shardwise.plans.plan import Tiling
+from shardwise.plans.presets import PRESETS
 from shardwise.runtime.unit import State
 from tests.harness import PRELOAD
 from tests.models import largest_difference

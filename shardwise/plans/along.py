@@ -1,0 +1,121 @@
+"""Memory along a step: what a rank holds while each unit is computed, and what the peak is made of.
+
+States rest where they are and pools keep the buffers that they have lent, so that between two steps
+only what forward leaves for backward comes and goes: activations, kept parameters, and what
+backward makes for a moment. Every moment is a ``Memory`` of its own, with the same terms.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.core.layout import ModelSpec
+from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
+from shardwise.plans.memory import HOLES, Memory, kept_bytes, memory
+from shardwise.plans.plan import Plan
+from shardwise.plans.schedule import Phase, Trigger, schedule
+
+TERMS = {
+    "params": "parameters",
+    "kept": "kept parameters",
+    "gathered": "gathered parameters",
+    "grads": "gradients",
+    "grad_buffers": "gradients on their way",
+    "optim": "optimizer states",
+    "staging": "buffers of the disk",
+    "wires": "encoded payloads",
+    "activations": "activations",
+    "allowance": "temporaries and holes",
+}
+"""The terms of a device's memory, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is held while something is computed."""
+
+    name: str
+    """As a trace calls it: ``forward blocks.0``."""
+    memory: Memory
+
+    def causes(self) -> dict[str, int]:
+        """What the device's memory goes for, in words, the largest first."""
+        terms = {words: getattr(self.memory, term) for term, words in TERMS.items()}
+        return dict(sorted(((k, v) for k, v in terms.items() if v), key=lambda item: -item[1]))
+
+
+def along(
+    plan: Plan,
+    model: ModelSpec,
+    topology: Topology,
+    saved: Saved,
+    *,
+    accumulates: bool = False,
+    accelerated: bool = False,
+) -> list[Moment]:
+    """The moments of a step's last pass, in order."""
+    needed = memory(
+        plan, model, topology, accumulates=accumulates, saved=saved, accelerated=accelerated
+    )
+    phase = Phase.LAST if accumulates else Phase.ONLY
+    held = _Held(plan, model, topology, saved, needed)
+    return list(held.moments(phase))
+
+
+def peak(moments: list[Moment]) -> Moment:
+    """When a device holds most; the first such moment."""
+    return max(moments, key=lambda moment: moment.memory.total)
+
+
+class _Held:
+    """Follows the events of a pass."""
+
+    def __init__(
+        self, plan: Plan, model: ModelSpec, topology: Topology, saved: Saved, needed: Memory
+    ) -> None:
+        self._plan, self._model, self._topology = plan, model, topology
+        self._saved, self._needed = saved, needed
+        self._kept_bytes = kept_bytes(plan, model, topology)
+        self._called = [unit.name for unit in model.units[1:] if not unit.inside]
+        self._begun: list[str] = []
+        """Units whose activations backward still needs."""
+        self._kept: set[str] = set()
+        """Units that something is kept of, if their plan keeps anything."""
+
+    def moments(self, phase: Phase) -> Iterator[Moment]:
+        if self._plan.keep_until == "step" and not phase.opens_step:
+            self._kept |= self._kept_bytes.keys()
+        for event in schedule(self._plan, self._model, self._topology, phase):
+            name = event.unit
+            if event.trigger is Trigger.BEFORE_FORWARD:
+                if name in self._called:
+                    self._begun.append(name)
+                yield Moment(f"forward {name}", self._memory(backward=False))
+            elif event.trigger is Trigger.AFTER_FORWARD:
+                self._kept.add(name)
+            elif event.trigger is Trigger.BEFORE_BACKWARD:
+                # The root's comes first, before any unit's.
+                yield Moment(f"backward {name}", self._memory(backward=name in self._called))
+            elif event.trigger is Trigger.AFTER_BACKWARD:
+                if name in self._begun:
+                    self._begun.remove(name)
+                if self._plan.keep_until == "backward":
+                    self._kept.discard(name)
+        yield Moment("step", self._memory(backward=False))
+
+    def _memory(self, *, backward: bool) -> Memory:
+        needed, saved, setting = self._needed, self._saved, self._plan.activations
+        share = len(self._begun) / max(1, len(self._called))
+        held = saved.held(setting)
+        # Of what is held at most, one unit's part is there only while its backward runs.
+        passing = 0 if setting == "keep" or backward else saved.largest_unit
+        activations = int(saved.root + share * (held - saved.root - passing)) if share else 0
+        away = int(saved.movable * (1.0 - share))
+        return replace(
+            needed,
+            kept=sum(self._kept_bytes[name] for name in self._kept),
+            activations=activations,
+            allowance=needed.allowance if backward else needed.optim // HOLES,
+            cpu=needed.cpu - (away if setting == "cpu" else 0),
+            nvme=needed.nvme - (away if setting == "nvme" else 0),
+        )

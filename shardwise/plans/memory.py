@@ -1,0 +1,383 @@
+"""How many bytes each rank needs under a plan: one small function a term.
+
+Counts what the runtime allocates for states and transfers; activations are the model's own.
+``parts[x]`` is the number of parts on the rung of x, ``numel`` a flat's padded size.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
+from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
+from shardwise.plans.plan import Plan, Rungs, format_of, has_master, resolve
+from shardwise.plans.schedule import (
+    OPTIM_WORDS,
+    chunk_columns,
+    kept_rung,
+    outer_step,
+    payload_bytes,
+    trained_flats,
+    travels,
+)
+
+WRITES_IN_FLIGHT_BYTES = 1 << 26
+"""What may be on its way to a disk at once; a single larger write may always go."""
+DISK_SCRATCH_BYTES = 32 << 20
+"""Memory of the disk's threads for what does not begin or end on a page: four blocks of 8 MiB
+(``tier/aio.py``)."""
+
+HOLES = 8
+"""One part of so many of the optimizer states: the holes that malloc leaves between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of each term on one rank."""
+
+    params: int
+    """sum over flats: numel / parts[P] * bytes(compute). This and the other states count here
+    only where they rest on the device."""
+    kept: int
+    """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
+    gathered: int
+    """root in full + buffers for inner units in full, in the compute dtype: prefetch + 1 of each
+    size that occurs; only units with P > rung 0, and inner ones only if not kept in full."""
+    grads: int
+    """sum over trained flats: numel / parts[OS] * bytes(master), and, where accumulation rests on
+    another rung, numel / parts[G] * bytes(master)."""
+    grad_buffers: int
+    """trained flats in full * bytes(reduce): root's, which fills during the whole backward, and
+    two of each size of inner units: one filled by backward while the other travels."""
+    optim: int
+    """sum over trained flats: (optim_words + 1 if there is a master copy) * numel / parts[OS]
+    * bytes(master)."""
+    staging: int = 0
+    """Buffers between memory and a disk. P: parts that are fetched ahead. G: a unit's part while
+    it is summed. OS: two windows of everything that the update touches, and of states while the
+    optimizer makes them. And writes under way, and the disk's threads' own. Beside accelerators
+    these are the host's, and count in ``cpu``."""
+    wires: int = 0
+    """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
+    (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
+    activations: int = 0
+    """What forward saves for backward, as far as it stays in the device's memory."""
+
+    cpu: int = 0
+    """What is in the memory of a host beside accelerators; none of ``total``."""
+    nvme: int = 0
+    """States and activations that rest on the disk; none of ``total``."""
+
+    allowance: int = 0
+    """What no plan controls: the largest unit's gradients while autograd makes them, a quarter of
+    the activations for their gradients and other temporaries of backward, and an eighth of the
+    optimizer states for the holes that malloc leaves between them. Rules of thumb, within 5 % of
+    the measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024."""
+
+    budget: int | None = None
+    """What states and buffers of the device may have together: idle buffers go before they would
+    have more."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all terms: an upper bound of what is held at once."""
+        states = self.params + self.grads + self.optim
+        held = states + self.kept + self.gathered + self.grad_buffers + self.staging
+        if self.budget is not None:
+            held = min(held, self.budget)
+        return held + self.wires + self.activations + self.allowance
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A unit with its plan resolved."""
+
+    unit: UnitSpec
+    plan: Plan
+    rungs: Rungs
+
+    def part_numel(self, flat: FlatSpec, rung: int) -> int:
+        return flat.numel // self.rungs.ladder.parts[rung]
+
+    def compute_bytes(self, rung: int) -> int:
+        """All flats of the unit on a rung, in the compute dtype."""
+        return sum(
+            self.part_numel(flat, rung) * self.dtype_bytes("compute", flat)
+            for flat in self.unit.flats
+        )
+
+    def rests(self, state: str, tier: str) -> bool:
+        return bool(getattr(self.plan, state).tier == tier)
+
+    def dtype_bytes(self, use: str, flat: FlatSpec) -> int:
+        return DTYPE_BYTES[self.dtype(use, flat)]
+
+    def dtype(self, use: str, flat: FlatSpec) -> str:
+        precision = self.plan.precision
+        choose = {
+            "compute": precision.compute_dtype,
+            "reduce": precision.reduce_dtype,
+            "master": precision.master_dtype,
+        }
+        return choose[use](flat.dtype)
+
+
+def memory(
+    plan: Plan,
+    model: ModelSpec,
+    topology: Topology,
+    *,
+    optim_words: int = OPTIM_WORDS,
+    accumulates: bool = False,
+    saved: Saved | None = None,
+    accelerated: bool = False,
+) -> Memory:
+    """What each rank holds in a training step.
+
+    ``optim_words`` is what the optimizer stores for an element (Adam: 2). ``accumulates`` says
+    that steps have several micro-batches under ``no_sync``. ``saved`` is what forward saves for
+    backward; without it activations do not count. ``accelerated`` devices have a memory of their
+    own: then the disk's buffers are the host's.
+    """
+    placed = _placed(plan, model, topology)
+    staging = _staging(placed, plan, optim_words)
+
+    def resting(tier: str) -> dict[str, int]:
+        terms: dict[str, Callable[[_Placed], int]] = {
+            "params": _params,
+            "grads": lambda unit: _grads(unit, accumulates),
+            "optim": lambda unit: _optim(unit, optim_words),
+        }
+        return {
+            state: sum(term(unit) for unit in placed if unit.rests(state, tier))
+            for state, term in terms.items()
+        }
+
+    states = resting("device")
+    optim = states["optim"]
+    found = Memory(
+        **states,
+        kept=sum(_kept(unit) for unit in placed[1:]),
+        gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
+        grad_buffers=_grad_buffers(placed),
+        staging=0 if accelerated else staging,
+        cpu=sum(resting("cpu").values()) + (staging if accelerated else 0),
+        nvme=sum(resting("nvme").values()),
+        wires=_climbs(placed)
+        + max(_spread(unit) for unit in placed)
+        + _reductions(placed, accumulates)
+        + sum(_residuals(unit) for unit in placed),
+        budget=plan.tiers.device_bytes,
+        allowance=_largest_gradient(placed) + optim // HOLES,
+    )
+    return found if saved is None else with_activations(found, saved, plan.activations)
+
+
+def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
+    """What is kept of each unit between forward and backward."""
+    root, *inner = _placed(plan, model, topology)
+    return {root.unit.name: 0, **{placed.unit.name: _kept(placed) for placed in inner}}
+
+
+def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[_Placed]:
+    return [
+        _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
+        for unit in model.units
+    ]
+
+
+def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
+    """What is needed with activations, where a setting has them, and with their gradients."""
+    held = saved.held(setting)
+    away = {tier: saved.movable if tier == setting else 0 for tier in ("cpu", "nvme")}
+    return replace(
+        needed,
+        activations=held,
+        cpu=needed.cpu + away["cpu"],
+        nvme=needed.nvme + away["nvme"],
+        allowance=needed.allowance + held // 4,
+    )
+
+
+def _params(placed: _Placed) -> int:
+    return placed.compute_bytes(placed.rungs.params)
+
+
+def _kept(placed: _Placed) -> int:
+    rung = kept_rung(placed.rungs, placed.plan, encloses=False)
+    if rung is None or not travels(placed.rungs, placed.plan):
+        return 0  # nothing but P itself
+    return placed.compute_bytes(rung)
+
+
+def _gathered_root(root: _Placed) -> int:
+    return root.compute_bytes(0) if travels(root.rungs, root.plan) else 0
+
+
+def _gathered_inner(inner: list[_Placed], prefetch: int) -> int:
+    sizes = [
+        unit.compute_bytes(0)
+        for unit in inner
+        if travels(unit.rungs, unit.plan) and kept_rung(unit.rungs, unit.plan, encloses=False) != 0
+    ]
+    return _pooled(sizes, prefetch + 1)
+
+
+def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
+    fetched = [
+        unit.compute_bytes(unit.rungs.params)
+        for unit in units[1:]
+        if unit.rests("params", "nvme") and unit.rungs.params > 0
+    ]
+    summed = [_grads(unit, False) for unit in units if unit.rests("grads", "nvme")]
+    if units[0].rungs.bottom == 0:  # one rank: piece by piece, no larger than windows
+        summed = []
+    largest = max(summed, default=0)
+    windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    if not (fetched or largest or windows):
+        return 0
+    writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
+    made = max(_made_states(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    moving = _pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
+    return moving + DISK_SCRATCH_BYTES
+
+
+def _made_states(placed: _Placed, window_numel: int, optim_words: int) -> int:
+    """What the optimizer makes in the first step of a window, before it goes to its place."""
+    if not placed.rests("optim", "nvme"):
+        return 0
+    numels = (placed.part_numel(f, placed.rungs.optim) for f in trained_flats(placed.unit))
+    return max((min(window_numel, n) for n in numels), default=0) * optim_words * 4
+
+
+def _window(placed: _Placed, window_numel: int, optim_words: int) -> int:
+    """What the update of one window holds of what rests on the disk."""
+    largest = 0
+    for flat in trained_flats(placed.unit):
+        numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
+        word, copy = placed.dtype_bytes("master", flat), placed.dtype_bytes("compute", flat)
+        separate = has_master(placed.plan, placed.rungs, flat.dtype)
+        each = (optim_words + separate) * word if placed.rests("optim", "nvme") else 0
+        each += word if placed.rests("grads", "nvme") else 0
+        each += copy if placed.rests("params", "nvme") else 0
+        largest = max(largest, numel * each)
+    return largest
+
+
+def _pooled(sizes: list[int], at_once: int) -> int:
+    """What a pool holds that lends at most ``at_once`` buffers of each size."""
+    return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
+
+
+def _grads(placed: _Placed, accumulates: bool) -> int:
+    rungs = placed.rungs
+    rests = [rungs.optim]
+    if accumulates and rungs.grads != rungs.optim:
+        rests.append(rungs.grads)
+    return sum(
+        placed.part_numel(flat, rung) * placed.dtype_bytes("master", flat)
+        for flat in trained_flats(placed.unit)
+        for rung in rests
+    )
+
+
+def _grad_buffers(units: list[_Placed]) -> int:
+    root, *inner = (
+        sum(flat.numel * unit.dtype_bytes("reduce", flat) for flat in trained_flats(unit.unit))
+        for unit in units
+    )
+    return root + _pooled(inner, 2)
+
+
+def _largest_gradient(units: list[_Placed]) -> int:
+    return max(
+        sum(flat.numel * unit.dtype_bytes("compute", flat) for flat in trained_flats(unit.unit))
+        for unit in units
+    )
+
+
+def _optim(placed: _Placed, optim_words: int) -> int:
+    def words(flat: FlatSpec) -> int:
+        return optim_words + has_master(placed.plan, placed.rungs, flat.dtype)
+
+    return sum(
+        words(flat)
+        * placed.part_numel(flat, placed.rungs.optim)
+        * placed.dtype_bytes("master", flat)
+        for flat in trained_flats(placed.unit)
+    )
+
+
+def _climbs(units: list[_Placed]) -> int:
+    """The longest payload of a gather and of a refresh, and the longest difference."""
+    payloads: dict[str, list[int]] = {"params": [0], "optim": [0]}
+    differences = [0]
+    for unit in units:
+        rungs, steps = unit.rungs, unit.rungs.ladder.steps
+        climbs = ((0, rungs.params, "params"), (rungs.params, rungs.optim, "optim"))
+        for flat in unit.unit.flats:
+            for top, bottom, state in climbs:
+                dtype = unit.dtype("compute", flat)
+                wire = getattr(unit.plan, state).wire
+                for rung in range(top, bottom):
+                    format = format_of(wire, steps[rung], dtype)
+                    if format is None or steps[rung].size == 1:
+                        continue
+                    payloads[state].append(payload_bytes(flat, rungs, rung, dtype, format))
+                    if format.delta:
+                        words = unit.dtype_bytes("master", flat)
+                        differences.append(unit.part_numel(flat, rungs.optim) * words)
+    return max(payloads["params"]) + max(payloads["optim"]) + max(differences)
+
+
+def _spread(placed: _Placed) -> int:
+    """The longest payload of sums on their way back to replicas, where they are not sent raw."""
+    rungs, wire = placed.rungs, placed.plan.grads.wire
+    payloads = [0]
+    for flat in trained_flats(placed.unit):
+        dtype = placed.dtype("reduce", flat)
+        for rung in range(rungs.optim, rungs.bottom):
+            step = rungs.ladder.steps[rung]
+            format = format_of(wire, step, dtype)
+            if step.size > 1 and (format or dtype != placed.dtype("master", flat)):
+                payloads.append(payload_bytes(flat, rungs, rung, dtype, format))
+    return max(payloads)
+
+
+def _reductions(units: list[_Placed], accumulates: bool) -> int:
+    """Chunks of the longest encoded reduction: sums in float32, and payloads of their hops."""
+    needed = [0]
+    for unit in units:
+        rungs = unit.rungs
+        outer = outer_step(unit.unit, rungs, unit.plan)
+        for flat in trained_flats(unit.unit):
+            dtype = unit.dtype("reduce", flat)
+            granule = flat.numel // rungs.granules
+            columns = next(chunk_columns(granule, rungs.granules))
+            share = columns.stop / granule
+            payloads = {
+                index: payload_bytes(flat, rungs, index, dtype, format)
+                for index, step in enumerate(rungs.ladder.steps)
+                if step.size > 1 and (format := format_of(unit.plan.grads.wire, step, dtype))
+            }
+            if not payloads:
+                continue
+            inner = [size for index, size in payloads.items() if index != outer]
+            travelling = max(inner, default=0) + payloads.get(-1 if outer is None else outer, 0)
+            buffers = 1 if outer is None else 2 + accumulates
+            first = next(i for i, step in enumerate(rungs.ladder.steps) if step.size > 1)
+            values = buffers * unit.part_numel(flat, first + 1) * max(4, DTYPE_BYTES[dtype])
+            needed.append(int(share * (values + travelling)))
+    return max(needed)
+
+
+def _residuals(placed: _Placed) -> int:
+    """What error feedback keeps of every trained flat."""
+    total = 0
+    for step in [step for step in placed.rungs.ladder.steps if step.size > 1][-1:]:
+        for flat in trained_flats(placed.unit):
+            format = format_of(placed.plan.grads.wire, step, placed.dtype("reduce", flat))
+            if format is not None and format.feedback:
+                total += (step.size - 1) * (flat.numel // placed.rungs.granules) * 4
+    return total

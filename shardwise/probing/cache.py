@@ -1,0 +1,171 @@
+"""Probes are kept in the user's cache folder, so that a cluster is measured once.
+
+A file's name is a fingerprint of what the figures depend on: hosts, devices, cores, threads,
+levels, torch, dtype and path. Rank 0 reads and writes, and all ranks get what it has. What no name
+can tell (how fast links are today, how much memory is free) is asked again, see ``recheck.py``.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.control import Control
+from shardwise.comm.grid import DEFAULT_LIMIT_S, Place, find_place
+from shardwise.core.cluster import Cluster, ClusterError
+from shardwise.core.topology import Topology
+from shardwise.cost.file import dump_cluster, parse_cluster
+from shardwise.probing.probe import Progress, device_name, probe, probed_device
+from shardwise.probing.recheck import recheck
+from shardwise.probing.scope import check_dtype
+
+_log = logging.getLogger("shardwise")
+FORM = 3
+"""Of what a probe measures, and how: another one is not used any more."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def cached_probe(
+    levels: str | Topology | None = None,
+    *,
+    dtype: str = "float32",
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    quick: bool = False,
+) -> Cluster:
+    """The probe of this cluster: a stored one, or else a new one, which is stored; collective."""
+    check_dtype(dtype)
+    file = _file(levels, dtype, path, quick)
+    place = find_place(levels, probed_device())
+    control = Control(place.world, place.rank, DEFAULT_LIMIT_S)
+    try:
+        stored = _read(file) if place.rank == 0 else None
+        text = control.broadcast_object(stored, "stored probe")
+    finally:
+        control.close()
+    if text is not None:
+        now, changed = recheck(parse_cluster(str(text), origin=str(file)), place, path)
+        if not changed:
+            return now
+        if place.rank == 0:
+            _log.warning("%s", _sentence(changed))
+    return fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)[0]
+
+
+def _sentence(changed: dict[str, float]) -> str:
+    """
+    >>> _sentence({"world": 4.0})
+    'Hops on level world take 4 times what the stored probe says: the cluster is probed again.'
+    """
+    levels = " and ".join(f"on level {name} take {times:.2g}" for name, times in changed.items())
+    return f"Hops {levels} times what the stored probe says: the cluster is probed again."
+
+
+def fresh_probe(
+    levels: str | Topology | None = None,
+    *,
+    dtype: str = "float32",
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    quick: bool = False,
+) -> tuple[Cluster, Path | None]:
+    """A new probe, which replaces a stored one, and where it is stored; collective."""
+    check_dtype(dtype)
+    file = _file(levels, dtype, path, quick)
+    cluster = probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    stored = _write(file, dump_cluster(cluster)) if is_first else False
+    return cluster, file if stored else None
+
+
+def cache_folder() -> Path:
+    """Where probes are kept: under XDG_CACHE_HOME, or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "shardwise"
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """A short name for facts, whatever their order.
+
+    >>> fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1})
+    True
+    """
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _file(
+    levels: str | Topology | None, dtype: str, path: str | os.PathLike[str] | None, quick: bool
+) -> Path:
+    """The stored probe's file; collective."""
+    device = probed_device()
+    place = find_place(levels, device)
+    facts = {
+        "ranks": _ranks(place, device),
+        "levels": str(place.topology),
+        "torch": torch.__version__,
+        "shardwise": FORM,
+        "dtype": dtype,
+        "path": os.path.abspath(path) if path is not None else None,
+        "quick": quick,
+    }
+    return cache_folder() / f"probe-{fingerprint(facts)}.toml"
+
+
+def _ranks(place: Place, device: torch.device) -> list[Any]:
+    """What each rank runs on."""
+    named = [os.environ.get(name) for name in _INTERFACES]
+    mine = {
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+        "device": device_name(device),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "threads": torch.get_num_threads(),
+        # Loopback joins ranks of one host, as they are joined where no interface is named.
+        "interfaces": [name for name in named if name not in (None, "lo")],
+    }
+    ranks: list[Any] = [mine] * place.world
+    if place.world > 1:
+        dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def _read(file: Path) -> str | None:
+    """A stored probe, unless it cannot be used any more."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        parse_cluster(text, origin=str(file))
+    except (OSError, UnicodeDecodeError, ClusterError):
+        return None
+    return text
+
+
+def _write(file: Path, text: str) -> bool:
+    """Stores a probe as a whole or not at all; whether it did."""
+    try:
+        write_whole(file, text)
+    except OSError as error:
+        _log.warning("The probe could not be stored in %s: %s.", file, error.strerror or error)
+        return False
+    return True
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file so that nobody ever sees a part of it; makes its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            opened.write(text)
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

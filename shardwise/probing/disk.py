@@ -1,0 +1,63 @@
+"""A disk, by the store that training uses: large moves of all ranks at once."""
+
+from pathlib import Path
+
+import torch
+
+from shardwise.comm.control import Control
+from shardwise.core.cluster import Disk
+from shardwise.core.errors import UsageError
+from shardwise.probing.clock import Clock
+from shardwise.probing.room import Room, free_disk_bytes
+from shardwise.probing.scope import Scope
+from shardwise.tier.folder import check_folder
+from shardwise.tier.nvme import NvmeStore
+from shardwise.tier.pool import PAGE_BYTES, zeros
+
+
+def check_disk(path: Path, control: Control) -> None:
+    """Raises on all ranks unless all find the folder; a rank alone would leave the others waiting.
+
+    A store is made and closed, so that what refuses it does so before anything is measured.
+    """
+    error: BaseException | None = None
+    try:
+        check_folder(path)
+        NvmeStore(str(path), rank=control.rank).close()
+    except (OSError, UsageError) as failure:
+        error = failure
+    failed = control.exchange(torch.tensor([int(error is not None)]), "disk of a probe")
+    if error is not None:
+        raise error
+    if failed.any():
+        ranks = ", ".join(str(rank) for rank in failed.flatten().nonzero().flatten().tolist())
+        raise UsageError(f"{path} cannot hold a store on rank {ranks}; give another folder.")
+
+
+def measure_disk(
+    path: Path, clock: Clock, scope: Scope, control: Control, room: Room, ranks_per_node: int
+) -> Disk:
+    """Reads and writes past the page cache, in bytes a second of a node."""
+    free = free_disk_bytes(path, control)
+    limit = min(scope.disk_bytes, free // (4 * room.ranks_on_host), room.host_bytes // 8)
+    nbytes = max(PAGE_BYTES, limit // PAGE_BYTES * PAGE_BYTES)
+    buffer = zeros(nbytes, torch.uint8, torch.device("cpu"))
+    buffer.view(torch.int64).random_()  # some disks are faster with zeros
+    store = NvmeStore(str(path), rank=control.rank)
+    try:
+        record = store.reserve(nbytes, "a probe")
+        write_s = clock.seconds(lambda: store.put(record, buffer).wait())
+        read_s = clock.seconds(lambda: store.get(record, buffer).wait())
+    finally:
+        store.close()
+    return Disk(
+        size_bytes=node_share(free, room, ranks_per_node),
+        read=float(f"{ranks_per_node * nbytes / read_s:.4g}"),
+        write=float(f"{ranks_per_node * nbytes / write_s:.4g}"),
+        source=f"{path}, {nbytes >> 20} MiB a rank",
+    )
+
+
+def node_share(nbytes: int, room: Room, ranks_per_node: int) -> int:
+    """A node's part of its host's disk: emulated nodes share one, and a level may have several."""
+    return nbytes * ranks_per_node // room.ranks_on_host

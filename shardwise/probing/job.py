@@ -1,0 +1,36 @@
+"""The probe as a job of several processes: what each rank runs for the command or a benchmark."""
+
+from shardwise.cost.file import dump_cluster
+from shardwise.probing.cache import fresh_probe
+from shardwise.probing.probe import probe
+from shardwise.probing.progress import shown
+
+
+def work(
+    *,
+    levels: str | None = None,
+    dtype: str = "float32",
+    path: str | None = None,
+    quick: bool = False,
+    in_float32: bool = False,
+) -> str:
+    """For the ranks of a benchmark's cluster: the cluster as TOML, neither shown nor stored.
+
+    With ``in_float32`` bfloat16 products are computed in float32, as the benchmark does it.
+    """
+    if in_float32:
+        from shardwise.bench.matmul import compute_in_float32
+
+        compute_in_float32()
+    return dump_cluster(probe(levels, dtype=dtype, path=path, quick=quick))
+
+
+def command(
+    *, levels: str | None, dtype: str, path: str | None, quick: bool, visible: bool
+) -> dict[str, str | None]:
+    """For `shardwise probe`: the cluster as TOML and where it was stored; rank 0 shows progress."""
+    import torch.distributed as dist
+
+    with shown(visible and (not dist.is_initialized() or dist.get_rank() == 0)) as progress:
+        cluster, file = fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)
+    return {"cluster": dump_cluster(cluster), "stored": str(file) if file else None}

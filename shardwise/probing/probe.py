@@ -1,0 +1,243 @@
+"""probe(): every figure of a cluster, measured by all of its ranks at once."""
+
+import datetime
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
+from shardwise.core.cluster import Cluster, Curve, Device, Host, LinkSpec
+from shardwise.core.errors import UsageError
+from shardwise.core.topology import Topology
+from shardwise.core.wire import KINDS
+from shardwise.cost.file import dump_cluster, parse_cluster
+from shardwise.probing.clock import Clock
+from shardwise.probing.compute import measure_passes, measured_dtypes
+from shardwise.probing.disk import check_disk, measure_disk
+from shardwise.probing.links import measure_level
+from shardwise.probing.memory import (
+    measure_codec,
+    measure_copy,
+    measure_host_copy,
+    measure_update,
+)
+from shardwise.probing.room import device_bytes, find_room
+from shardwise.probing.scope import DTYPES, FULL, QUICK, Scope, check_dtype
+
+VISITS = 3
+"""How often passes are measured: at the beginning, between other things, and at the end."""
+
+Progress = Callable[[int, int, str], None]
+"""Told how many measurements are done, of how many, and which one begins."""
+
+
+def probe(
+    levels: str | Topology | None = None,
+    *,
+    dtype: str = "float32",
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    quick: bool = False,
+) -> Cluster:
+    """Measures the cluster that this process is a rank of; collective, and equal on all ranks.
+
+    ``levels`` describes the grid as for ``shard``. Compute is measured in float32, in ``dtype``,
+    and in bfloat16 where the device has instructions for it; a disk where ``path`` is a folder on
+    one. It takes a minute or so. ``quick`` is for tests: its figures mean little.
+    """
+    check_dtype(dtype)
+    device = probed_device()
+    place = find_place(levels, device)
+    grid = Grid.build(place, device, DEFAULT_LIMIT_S)
+    folder = Path(path) if path is not None else None
+    try:
+        with torch.random.fork_rng(_cuda_indices(device)):
+            probing = _Probing(grid, dtype, folder, QUICK if quick else FULL, progress)
+            text = dump_cluster(probing.run())
+        # Rank 0's date and names stand for all.
+        text = str(grid.control.broadcast_object(text, "result of a probe"))
+    except BaseException:
+        grid.end_lanes()  # closing the groups might wait for a rank that never comes
+        raise
+    grid.close()
+    return parse_cluster(text, origin="of the probe")
+
+
+def probed_device() -> torch.device:
+    """What this rank computes on; under torchrun its own accelerator is chosen."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def device_name(device: torch.device) -> str:
+    """What people call a device; of a CPU, what one rank has of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()} ({threads} thread{'s' * (threads > 1)})"
+
+
+class _Probing:
+    """One probe from beginning to end."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        dtype: str,
+        path: Path | None,
+        scope: Scope,
+        progress: Progress | None,
+    ) -> None:
+        self._grid, self._path, self._scope = grid, path, scope
+        self._clock = Clock(grid.control, grid.device, scope)
+        if path is not None:
+            check_disk(path, grid.control)
+        self._dtypes = self._agreed(measured_dtypes(dtype, grid.device), dtype)
+        self._room = find_room(grid.control)
+        self._on_cuda = grid.device.type == "cuda"
+        self._memory = (
+            device_bytes(grid.control, grid.device) if self._on_cuda else self._room.host_bytes
+        )
+        self._visits: dict[str, list[tuple[Curve, Curve]]] = {name: [] for name in self._dtypes}
+        """By dtype: the curves of passes, forward and backward, of each visit."""
+        self._progress, self._done = progress, 0
+        joined = [level for level in grid.place.topology.levels if level.size > 1]
+        # Three of each level, copies and the update; on CUDA the host's copies and its update.
+        self._total = (
+            3 * len(joined) + VISITS * len(self._dtypes) + 2 + len(KINDS)
+            + 2 * self._on_cuda + (path is not None)
+        )  # fmt: skip
+
+    def run(self) -> Cluster:
+        topology, disk = self._grid.place.topology, None
+        self._visit_passes()
+        levels = self._measure_levels()
+        self._visit_passes()
+        device, host = self._measure_device(), self._measure_host()
+        if self._path is not None:
+            self._tell(f"the disk at {self._path}")
+            ranks_per_node = topology.ranks_per_node
+            disk = measure_disk(
+                self._path, self._clock, self._scope, self._grid.control, self._room, ranks_per_node
+            )
+        today = datetime.date.today().isoformat()
+        return Cluster(
+            name=f"probed {topology}",
+            levels=levels,
+            device=device,
+            host=host,
+            disk=disk,
+            source=f"shardwise probe, {today}, torch {torch.__version__}",
+        )
+
+    def _measure_levels(self) -> tuple[LinkSpec, ...]:
+        grid, topology = self._grid, self._grid.place.topology
+        steps = {step.level: step for step in topology.ladder(()).steps}
+        grid.connect(steps.values())
+        return tuple(
+            measure_level(
+                grid,
+                steps[level.name],
+                self._clock,
+                self._scope,
+                self._memory,
+                self._room.processors,
+                self._tell,
+            )
+            if level.name in steps
+            else LinkSpec(name=level.name, size=level.size)
+            for level in topology.levels
+        )
+
+    def _measure_device(self) -> Device:
+        clock, scope, device = self._clock, self._scope, self._grid.device
+        self._tell("copies in memory")
+        copy = measure_copy(clock, scope, device, self._memory)
+        self._tell("the optimizer's update")
+        update = measure_update(clock, scope, device, self._memory)
+        codes = {}
+        for kind in KINDS:
+            self._tell(f"codec {kind}")
+            codes[kind] = measure_codec(kind, clock, scope, device, self._memory)
+        self._visit_passes()
+        return Device(
+            name=device_name(device),
+            kind=device.type,
+            memory_bytes=self._memory,
+            forward=self._median_passes(0),
+            backward=self._median_passes(1),
+            update=update,
+            copy=copy,
+            encode={kind: curves[0] for kind, curves in codes.items()},
+            decode={kind: curves[1] for kind, curves in codes.items()},
+            share=self._share(),
+        )
+
+    def _visit_passes(self) -> None:
+        for dtype, visits in self._visits.items():
+            self._tell(f"passes of blocks in {dtype}")
+            visits.append(measure_passes(self._clock, self._scope, dtype, self._grid.device))
+
+    def _median_passes(self, index: int) -> dict[str, Curve]:
+        return {
+            dtype: Curve.median([visit[index] for visit in visits])
+            for dtype, visits in self._visits.items()
+        }
+
+    def _share(self) -> float:
+        """Of a host's processors that compute takes, unless the device has its own."""
+        if self._on_cuda:
+            return 1.0
+        threads = self._room.ranks_on_host * torch.get_num_threads()
+        return min(1.0, threads / len(self._room.processors))
+
+    def _measure_host(self) -> Host | None:
+        """The memory beside the devices'; of CPUs it is the same."""
+        if not self._on_cuda:
+            return None
+        self._tell("copies between host and device")
+        bandwidth = measure_host_copy(self._clock, self._grid.device)
+        self._tell("the optimizer's update on the host")
+        room = self._room
+        update = measure_update(self._clock, self._scope, torch.device("cpu"), room.host_bytes)
+        return Host(
+            memory_bytes=room.host_bytes * self._grid.place.topology.ranks_per_node,
+            bandwidth=bandwidth,
+            update=update,
+        )
+
+    def _agreed(self, dtypes: tuple[str, ...], asked: str) -> tuple[str, ...]:
+        """Those that all ranks can measure; raises on all where one cannot what was asked for."""
+        lacking = self._clock.slowest([float(name not in dtypes) for name in DTYPES])
+        found = tuple(name for name, lacks in zip(DTYPES, lacking, strict=True) if not lacks)
+        if asked not in found:
+            raise UsageError(
+                f"A product in {asked} ends a process on a CPU of these ranks, which advertises "
+                "AMX and refuses it; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is "
+                "imported."
+            )
+        return found
+
+    def _tell(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(self._done, self._total, what)
+        self._done += 1
+
+
+def _cuda_indices(device: torch.device) -> list[int]:
+    return [device.index] if device.type == "cuda" else []
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,39 @@
+"""A probe's progress on standard error: a live bar on a terminal, elsewhere a line each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.probing.probe import Progress
+
+
+@contextmanager
+def shown(visible: bool) -> Iterator[Progress | None]:
+    """To be told of a probe; nothing is shown before something is measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, highlight=False)
+    if not visible:
+        yield None
+    elif not console.is_terminal:
+        yield lambda done, total, what: console.print(
+            f"probe {done + 1}/{total}  {what}", markup=False, soft_wrap=True
+        )
+    else:
+        columns = (
+            TextColumn("probe"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TimeElapsedColumn(), TextColumn("{task.description}", markup=False),
+        )  # fmt: skip
+        bar = Bar(*columns, console=console, refresh_per_second=4)
+        task = bar.add_task("starting ...", total=None)
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.start()  # again and again is once
+            bar.update(task, completed=done, total=total, description=what)
+
+        try:
+            yield tell
+            bar.update(task, description="done")
+        finally:
+            bar.stop()

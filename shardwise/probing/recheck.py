@@ -1,0 +1,83 @@
+"""A stored probe beside the cluster of this moment: memory that is free now, and a hop a level.
+
+Speeds of processors and memory stay. What is free in memory and on a disk changes by the hour, and
+links are shaped, shared or moved to other networks, so that these are asked every time.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, Place
+from shardwise.core.cluster import Cluster, Curve
+from shardwise.core.topology import Step
+from shardwise.probing.clock import Clock
+from shardwise.probing.disk import check_disk, node_share
+from shardwise.probing.links import time_gather
+from shardwise.probing.probe import probed_device
+from shardwise.probing.room import device_bytes, find_room, free_disk_bytes
+from shardwise.probing.scope import FULL, Effort
+
+CHANGED = 2.0
+"""So many times slower or faster than stored is another link; a busy machine's are within that."""
+PATIENCE_S = 0.1
+"""No larger hop is asked for than one that takes so long."""
+_EFFORT = Effort(repeats=3, batch_s=0.02, point_s=0.2)
+
+
+def recheck(
+    stored: Cluster, place: Place, path: str | os.PathLike[str] | None
+) -> tuple[Cluster, dict[str, float]]:
+    """The cluster with what is free now, and the levels whose hops take longer or shorter than
+    stored, with how many times; collective, and equal on all ranks."""
+    device = probed_device()
+    grid = Grid.build(place, device, DEFAULT_LIMIT_S)
+    try:
+        now = _with_free(stored, grid, path)
+        changed = _changed(stored, grid)
+    except BaseException:
+        grid.end_lanes()  # closing the groups might wait for a rank that never comes
+        raise
+    grid.close()
+    return now, changed
+
+
+def _with_free(stored: Cluster, grid: Grid, path: str | os.PathLike[str] | None) -> Cluster:
+    room = find_room(grid.control)
+    on_cuda = grid.device.type == "cuda"
+    free = device_bytes(grid.control, grid.device) if on_cuda else room.host_bytes
+    now = replace(stored, device=replace(stored.device, memory_bytes=free))
+    if now.host is not None:
+        host_bytes = room.host_bytes * stored.ranks_per_node
+        now = replace(now, host=replace(now.host, memory_bytes=host_bytes))
+    if now.disk is not None and path is not None:
+        check_disk(Path(path), grid.control)
+        size = free_disk_bytes(Path(path), grid.control)
+        size = node_share(size, room, stored.ranks_per_node)
+        now = replace(now, disk=replace(now.disk, size_bytes=size))
+    return now
+
+
+def _changed(stored: Cluster, grid: Grid) -> dict[str, float]:
+    steps = {step.level: step for step in grid.place.topology.ladder(()).steps}
+    grid.connect(steps.values())
+    clock = Clock(grid.control, grid.device, FULL)
+    found = {}
+    for level in stored.levels:
+        if level.gather is not None and level.name in steps:
+            times = _times(level.gather, grid, steps[level.name], clock)
+            if not 1 / CHANGED <= times <= CHANGED:
+                found[level.name] = times
+    return found
+
+
+def _times(curve: Curve, grid: Grid, step: Step, clock: Clock) -> float:
+    """A hop's seconds over the stored ones: of the largest that does not try the patience, or the
+    first that does. All ranks go up together, because they agree on seconds."""
+    times = 1.0
+    for amount, _ in curve.points:
+        sent, seconds = time_gather(grid, step, clock, amount, _EFFORT)
+        times = seconds / curve.seconds(sent)
+        if seconds > PATIENCE_S:
+            break
+    return times

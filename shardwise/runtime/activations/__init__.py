@@ -1,0 +1,1 @@
+"""What forward saves for backward: recomputed, or moved to a tier."""

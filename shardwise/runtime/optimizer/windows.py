@@ -1,0 +1,428 @@
+"""The update of parts that are not in memory as a whole: window by window.
+
+[Note: Windows]
+A window is a run of elements of one flat's optimizer part. What the update needs of it (master,
+gradient, every state that the optimizer keeps) is lent by where it rests. The user's optimizer then
+steps on the window's *pieces*, one for each parameter in it, exactly as it would on whole parts,
+because its update of an element depends on no other. While one window is updated the next one is
+read and the last one written, so that three are in memory.
+
+Numbers that an optimizer keeps for a parameter (Adam's step, all states of a scalar) stay in
+memory: every piece of a parameter starts from the same ones, and ends with the same.
+
+Windows are updated in the optimizer's step, or beside backward: see [Note: Update in backward] in
+``backward.py``.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm.lane import HOST, wait_on_host
+from shardwise.core.errors import UsageError
+from shardwise.core.ticket import DONE, Ticket
+from shardwise.core.topology import Interval
+from shardwise.core.trace import span
+from shardwise.plans.schedule import Kind, Phase, Trigger
+from shardwise.runtime.flat import Flat, ParamSlot
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface.face import State, show_state
+from shardwise.runtime.unit import Unit
+from shardwise.tier.memory import trim_heap
+from shardwise.tier.rest import Loan, Rest
+
+_GROUPS = threading.Lock()
+"""Held while an optimizer's groups list pieces: two sharded models may share it."""
+
+
+@dataclass
+class _Window:
+    """A run of elements of one flat, with what is lent of it while it is in memory."""
+
+    unit: Unit
+    flat: Flat
+    place: Interval
+    slots: list[ParamSlot]
+    master: Loan | None = None
+    grad: Loan | None = None
+    states: dict[str, Loan] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> tuple[int, int]:
+        """Where it begins and ends in the flat's optimizer part."""
+        start = self.place.start - self.flat.optim_at.start
+        return start, start + self.place.numel
+
+    def of(self, slot: ParamSlot, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements; those of a scalar have its shape."""
+        part = slot.of(tensor, self.place)
+        assert part is not None
+        return part.view(()) if slot.spec.param.shape == () else part
+
+
+class WindowedUpdate:
+    """The parameters of one optimizer whose parts are updated window by window."""
+
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, slots: list[ParamSlot]) -> None:
+        self._runtime, self._optimizer = runtime, optimizer
+        self._slots = dict.fromkeys(slots)
+        self._rests: dict[Flat, dict[str, Rest]] = {}
+        """What the optimizer keeps for every element."""
+        self._numbers: dict[ParamSlot, State] = {}
+        """What it keeps for a parameter as a whole; a parameter is absent before its first step."""
+        self._tensors: dict[ParamSlot, set[str]] = {}
+        """The names of what it keeps for every element of a parameter."""
+        self._queue: deque[_Window] = deque()
+        self._coming: _Window | None = None
+        self._members: set[nn.Parameter] = set()
+        self._before: dict[ParamSlot, State] = {}
+        """The numbers as they were before the step that is under way."""
+        self.updated: set[Unit] = set()
+        """Units that this step's backward has updated."""
+        self._options: list[dict[str, Any]] = []
+        """The groups' options when it began to."""
+        self._spent: list[ParamSlot] = []
+        """The parameters of these units that were."""
+        self._error: BaseException | None = None
+        """What an update in this step's backward failed with."""
+
+    # --- the update ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Plans the windows of what backward has left, and begins to read the first."""
+        if not self.updated:
+            self._open()
+        units = [unit for unit in self._runtime.units if unit not in self.updated]
+        self._queue = deque(self._windows(units))
+        self._coming = self._load(self._queue[0]) if self._queue else None
+
+    def update(self, unit: Unit) -> set[Flat]:
+        """Updates one unit; returns the flats whose own elements of P are new by that."""
+        while self._queue and self._queue[0].unit is unit:
+            window = self._queue.popleft()
+            assert window is self._coming
+            self._coming = self._load(self._queue[0]) if self._queue else None
+            self._update(window)
+        return {
+            flat
+            for flat in unit.trained
+            if flat.updates_in_windows and not self._by_difference(unit, flat)
+        }
+
+    def end(self) -> None:
+        """The step is over, or will never be."""
+        for slot in self._spent:
+            slot.spent -= 1
+        self._spent.clear()
+        self.updated.clear()
+        self._error = None
+
+    # --- beside backward ----------------------------------------------------------------------
+
+    def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
+        """Begins to update a unit; its gradients are there after ``reduced``."""
+        if not self.updated:
+            with _GROUPS:  # of an optimizer that another model's backward may be stepping
+                self._open()
+        moving = [slot for slot in unit.slots if slot in self._slots and self._moves(slot)]
+        if not moving:
+            return DONE
+        self.updated.add(unit)
+        self._spent += moving
+        for slot in moving:
+            slot.spent += 1
+        device = self._runtime.grid.device
+        return HOST.submit(lambda: self._update_unit(unit, reduced, device), device)
+
+    def _update_unit(self, unit: Unit, reduced: Ticket, device: torch.device) -> None:
+        if self._error is not None:
+            return  # one has failed, and nothing is to go further ahead
+        try:
+            windows = list(self._windows([unit]))
+            if windows:
+                self._lend_states(windows[0])  # which need not wait
+            wait_on_host(reduced, device)
+            if windows:
+                self._lend_grad(windows[0])
+            for window, following in zip_longest(windows, windows[1:]):
+                if following is not None:
+                    self._load(following)
+                self._update(window)
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def check_unchanged(self) -> None:
+        """Raises if the step asks for another update than backward has made."""
+        if self._error is not None:
+            raise UsageError(
+                f"An update in the last backward failed ({self._error}), so that some units are "
+                "a step ahead of others; load a checkpoint, the optimizer's state first."
+            ) from self._error
+        if self.updated and not _same(self._options, _options(self._optimizer)):
+            raise UsageError(
+                "The optimizer's options changed between backward and step(), but backward has "
+                "updated units already; change them before backward, or set tiers.update = 'step' "
+                "in the plan."
+            )
+
+    # --- windows ------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """What holds for the whole step; read now, because groups list pieces while one runs."""
+        groups = self._optimizer.param_groups
+        self._members = {p for group in groups for p in group["params"]}
+        self._options = _options(self._optimizer)
+        self._before = {slot: dict(numbers) for slot, numbers in self._numbers.items()}
+
+    def _moves(self, slot: ParamSlot) -> bool:
+        return (slot.has_grad or slot.used) and slot.face.parameter in self._members
+
+    def _update(self, window: _Window) -> None:
+        unit = window.unit
+        with span("update", f"update {unit.name}"), _GROUPS:
+            self._step(window)
+        self._give_back(window, updates_params=not self._by_difference(unit, window.flat))
+
+    def _windows(self, units: Iterable[Unit]) -> Iterator[_Window]:
+        for unit in units:
+            for flat in unit.trained:
+                if flat.updates_in_windows:
+                    yield from self._windows_of(unit, flat)
+
+    def _windows_of(self, unit: Unit, flat: Flat) -> Iterator[_Window]:
+        moving = [slot for slot in flat.slots if self._moves(slot)]
+        size = self._runtime.plan.tiers.window_numel
+        for start in range(flat.optim_at.start, flat.optim_at.stop, size):
+            place = Interval(start, min(start + size, flat.optim_at.stop))
+            slots = [slot for slot in moving if slot.spec.interval.intersect(place).numel]
+            if slots:
+                yield _Window(unit, flat, place, slots)
+
+    def _load(self, window: _Window) -> _Window:
+        """Begins to read all that an update needs."""
+        self._lend_grad(window)
+        self._lend_states(window)
+        return window
+
+    def _lend_grad(self, window: _Window) -> None:
+        assert window.flat.reduced is not None
+        window.grad = window.flat.reduced.lend(*window.inside)
+
+    def _lend_states(self, window: _Window) -> None:
+        flat, (start, stop) = window.flat, window.inside
+        assert flat.master is not None
+        window.master = flat.master.lend(start, stop)
+        if any(slot in self._numbers for slot in window.slots):
+            rests = self._rests.get(flat, {})
+            window.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
+
+    def _step(self, window: _Window) -> None:
+        """The optimizer's own step, on the pieces of a window."""
+        assert window.master is not None
+        assert window.grad is not None
+        master, grad = window.master.wait(), window.grad.wait()
+        if window.flat.grad_factor != 1.0:
+            grad = grad.mul_(window.flat.grad_factor)  # a copy of what is stored
+        grad = grad.to(master.device)
+        for loan in window.states.values():
+            loan.wait()
+        pieces = {}
+        for slot in window.slots:
+            piece = nn.Parameter(window.of(slot, master))
+            piece.grad = window.of(slot, grad)
+            pieces[slot.face.parameter] = piece
+            if slot in self._before:
+                self._optimizer.state[piece] = self._state_of_piece(window, slot)
+        self._run(pieces)
+        is_first = any(slot not in self._before for slot in window.slots)
+        for slot in window.slots:
+            self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))
+        if is_first:
+            trim_heap()  # of the states that the optimizer made, and that rest elsewhere now
+
+    def _state_of_piece(self, window: _Window, slot: ParamSlot) -> State:
+        numbers = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self._before[slot].items()
+        }
+        return numbers | {
+            key: window.of(slot, window.states[key].tensor) for key in self._tensors[slot]
+        }
+
+    def _run(self, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
+        """The optimizer steps with pieces in its groups; no hook of anybody runs."""
+        from shardwise.runtime.optimizer.takeover import fused_options
+
+        optimizer = self._optimizer
+        saved = []
+        for group in optimizer.param_groups:
+            chosen = [pieces[p] for p in group["params"] if p in pieces]
+            options = fused_options(group, chosen, [optimizer.state.get(p, {}) for p in chosen])
+            before = {key: group[key] for key in ("params", *options)}
+            saved.append((group, before))
+            group.update(options, params=chosen)
+        try:
+            with torch.no_grad():
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        finally:
+            for group, before in saved:
+                group.update(before)
+
+    def _keep(self, window: _Window, slot: ParamSlot, state: State) -> None:
+        """Takes what the optimizer keeps for a piece: numbers here, tensors to where they rest."""
+        start, stop = window.inside
+        shape = window.of(slot, window.master.tensor).shape  # type: ignore[union-attr]
+        numbers, tensors = self._forget(slot)
+        for key, value in state.items():
+            if not _is_per_element(value, shape):
+                numbers[key] = value
+                continue
+            tensors.add(key)
+            if key not in window.states:
+                rest = self._rest(window.flat, key, value.dtype)
+                window.states[key] = rest.lend(start, stop, reads=False)
+            place = window.of(slot, window.states[key].tensor)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        self._show(slot)
+
+    def _give_back(self, window: _Window, *, updates_params: bool) -> None:
+        flat, (start, stop) = window.flat, window.inside
+        assert window.master is not None
+        assert window.grad is not None
+        if flat.has_master and updates_params:
+            first = flat.own.start + start
+            copy = flat.part.lend(first, first + stop - start, reads=False)
+            copy.tensor.copy_(window.master.tensor)
+            copy.give_back(changed=True)
+        window.grad.give_back(changed=False)
+        window.master.give_back(changed=True)
+        for loan in window.states.values():
+            loan.give_back(changed=True)
+
+    def _by_difference(self, unit: Unit, flat: Flat) -> bool:
+        op = unit.op(Phase.ONLY, Trigger.STEP, Kind.REFRESH)
+        formats = [flat.format(hop) for hop in op.hops] if op is not None else []
+        return any(format is not None and format.delta for format in formats)
+
+    # --- states -------------------------------------------------------------------------------
+
+    def reserve(self) -> None:
+        """Takes all room before the first step, so that a disk that is too small is told now.
+
+        What an optimizer keeps is learned from a step on two elements in place of each group.
+        """
+        for group in self._optimizer.param_groups:
+            members = set(group["params"])
+            slots = [slot for slot in self._slots if slot.face.parameter in members]
+            if not slots:
+                continue
+            like = slots[0].flat
+            probe = nn.Parameter(torch.zeros(2, dtype=like.dtypes.master))
+            probe.grad = torch.zeros_like(probe)
+            self._run({slots[0].face.parameter: probe})
+            for key, value in self._optimizer.state.pop(probe, {}).items():
+                if _is_per_element(value, probe.shape):
+                    for slot in slots:
+                        self._rest(slot.flat, key, value.dtype)
+            for slot in slots:
+                slot.flat.make_reduced()
+
+    def covers(self, slot: ParamSlot) -> bool:
+        return slot in self._slots
+
+    def state_of(self, slot: ParamSlot) -> State:
+        """A parameter's state with values; empty before its first step."""
+        if slot not in self._numbers:
+            return {}
+        state = dict(self._numbers[slot])
+        start = slot.segment.start - slot.flat.optim_at.start
+        for key in self._tensors[slot]:
+            loan = self._rests[slot.flat][key].lend(start, start + slot.segment.numel)
+            state[key] = loan.wait().clone()
+            loan.give_back(changed=False)
+        return state
+
+    def set_state(self, slot: ParamSlot, state: State | None) -> None:
+        """Overwrites a parameter's state; None: as before its first step."""
+        numbers, tensors = self._forget(slot)
+        show_state(self._optimizer, slot, None)
+        if state is None or not slot.segment.numel:
+            del self._numbers[slot]
+            return
+        start = slot.segment.start - slot.flat.optim_at.start
+        for key, value in state.items():
+            if not _is_per_element(value, slot.part_shape):
+                numbers[key] = value
+                continue
+            tensors.add(key)
+            rest = self._rest(slot.flat, key, value.dtype)
+            loan = rest.lend(start, start + slot.segment.numel, reads=False)
+            loan.tensor.copy_(value.reshape(-1))
+            loan.give_back(changed=True)
+        self._show(slot)
+
+    def free(self) -> None:
+        """Gives the states' places back."""
+        for rests in self._rests.values():
+            for rest in rests.values():
+                rest.free()
+        self._rests.clear()
+        self._numbers.clear()
+
+    def _forget(self, slot: ParamSlot) -> tuple[State, set[str]]:
+        """Empty records of a parameter's state, to be filled."""
+        self._numbers[slot], self._tensors[slot] = {}, set()
+        return self._numbers[slot], self._tensors[slot]
+
+    def _rest(self, flat: Flat, key: str, dtype: torch.dtype) -> Rest:
+        rests = self._rests.setdefault(flat, {})
+        if key not in rests:
+            rests[key] = flat.make_state(key, dtype)
+        return rests[key]
+
+    def _show(self, slot: ParamSlot) -> None:
+        """What ``optimizer.state`` shows: numbers, and tensors that have a shape but no values."""
+        shown = {
+            key: torch.empty(
+                slot.part_shape, dtype=self._rests[slot.flat][key].dtype, device="meta"
+            )
+            for key in self._tensors[slot]
+        }
+        show_state(self._optimizer, slot, self._numbers[slot] | shown)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups' options as they are now."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "fused", "foreach")  # which kernels run changes no update
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    def equal(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return torch.equal(one, other)
+        return one is other or (type(one) is type(other) and bool(one == other))
+
+    return len(before) == len(now) and all(
+        one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        for one, other in zip(before, now, strict=True)
+    )
+
+
+def _is_per_element(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape

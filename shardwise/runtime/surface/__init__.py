@@ -1,0 +1,1 @@
+"""What users touch of a sharded model: its parameters, their gradients, whole tensors."""

@@ -1,0 +1,413 @@
+"""Whole tensors for people: full_params, state_dict, full_grads, optimizer states, clipping."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _device_has_foreach_support
+
+from shardwise.core.errors import UsageError
+from shardwise.plans.schedule import Hop
+from shardwise.runtime.flat import Flat, OpenGrads, ParamSlot, torch_dtype
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import grads
+from shardwise.runtime.surface.face import TiledFace, shown_state
+from shardwise.runtime.unit import State, Unit
+
+
+@contextmanager
+def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[None]:
+    """Gathers the parameters of a module for reading, or for writing by rank 0."""
+    runtime.require_idle("full_params")
+    inside = set(module.parameters())
+    units = [u for u in runtime.units if any(slot.face.parameter in inside for slot in u.slots)]
+    for unit in units:
+        if unit.travels and unit.state is State.RESTING and not unit.is_tile:
+            unit.gather(exact=True)
+        unit.settle()
+    for face in runtime.faces:
+        if isinstance(face, TiledFace) and face.parameter in inside and not face.is_open:
+            _fill(runtime, face)
+    runtime.opened += 1
+    try:
+        yield
+    finally:
+        runtime.opened -= 1
+        if write:
+            _write_back(runtime, units)
+        if not runtime.opened:
+            for face in runtime.faces:
+                if isinstance(face, TiledFace):
+                    face.drop()
+            runtime.release_all()
+            runtime.pools.params.trim()  # a pass needs a few of these buffers, not all
+
+
+def _fill(runtime: Runtime, face: TiledFace) -> None:
+    """Brings a tiled parameter's rows together, one gathered tile after the other."""
+    face.fill()
+    for slot in face.slots:
+        with _gathered(runtime, slot.unit):
+            face.take(slot)
+
+
+def _write_back(runtime: Runtime, units: list[Unit]) -> None:
+    """Rank 0's values become everybody's."""
+    runtime.grid.drain()
+    with torch.no_grad():
+        for unit in units:
+            for slot in unit.slots:
+                value = slot.rows_of(slot.face.parameter.detach())
+                if value.device.type == "cpu":
+                    value = value.contiguous()
+                    runtime.grid.control.broadcast(value)
+                else:
+                    dist.broadcast(value, src=0)
+                _take(slot, value)
+                if unit.travels:
+                    continue
+                slot.parameter.view(-1).copy_(value)
+            unit.bump()
+
+
+def _take(slot: ParamSlot, value: torch.Tensor) -> None:
+    """Writes a parameter, but leaves a master of its own alone where the value did not change."""
+    flat = slot.flat
+    if flat.master is None or not flat.has_master or not slot.segment.numel:
+        flat.write(slot.spec, value)
+        return
+    with flat.master.use() as whole:
+        exact = slot.of(whole, flat.optim_at).clone()  # type: ignore[union-attr]
+    old = exact.to(flat.dtypes.compute)
+    if slot.unit.travels:  # else P's memory is what the user wrote to; only the master still knows
+        own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
+        with flat.part.use() as part:
+            old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
+    flat.write(slot.spec, value)
+    with flat.master.use(writes=True) as whole:
+        master = slot.of(whole, flat.optim_at)
+        assert master is not None
+        unchanged = old == master.to(flat.dtypes.compute)
+        master.copy_(torch.where(unchanged, exact, master))
+
+
+def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str, torch.Tensor]:
+    """Full values by name, streamed unit by unit; ties are listed under all their names."""
+    runtime.require_idle("state_dict")
+    keeps = runtime.grid.place.rank == 0 or not rank0_only
+    values: dict[nn.Parameter, torch.Tensor] = {}
+    for unit in runtime.units:
+        if master and any(flat.master is not None for flat in unit.flats):
+            for slot, value in _collect_master(runtime, unit, keeps).items():
+                slot.face.place(values, slot, value)
+        else:
+            with _gathered(runtime, unit):
+                for slot in unit.slots if keeps else ():
+                    slot.face.place(values, slot, slot.parameter.detach().cpu())
+    if not keeps:
+        return {}
+    model = runtime.model
+    result = {n: values[p] for n, p in model.named_parameters(remove_duplicate=False)}
+    persistent = _persistent_buffers(model)
+    result |= {n: b.detach().cpu().clone() for n, b in model.named_buffers() if n in persistent}
+    return result
+
+
+@contextmanager
+def _gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
+    """One unit in full, for a moment."""
+    resting = unit.state is State.RESTING
+    if resting:
+        unit.gather(exact=True)
+    unit.settle()
+    try:
+        yield
+    finally:
+        if resting and (unit.is_tile or not runtime.opened):
+            unit.free()
+
+
+def _collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot, torch.Tensor]:
+    """A unit's values in the master's precision, if this rank ``keeps`` them."""
+    found = {}
+    for flat in unit.flats:
+        rest, rung = (flat.part, unit.rungs.params)
+        if flat.master is not None:
+            unit.settle()
+            runtime.grid.drain()
+            rest, rung = flat.master, unit.rungs.optim
+        with rest.use() as part:
+            whole = _gather_whole(runtime, unit, flat, part, rung)
+        for slot in flat.slots if keeps else ():
+            value = whole[slot.spec.interval.relative_to(0)].view(slot.spec.param.shape)
+            found[slot] = value.cpu().clone()
+    return found
+
+
+def _gather_whole(
+    runtime: Runtime, unit: Unit, flat: Flat, part: torch.Tensor, rung: int
+) -> torch.Tensor:
+    """A flat buffer in full from each rank's part of it on a rung; collective."""
+    ladder = unit.rungs.ladder
+    whole = torch.zeros(flat.spec.numel, dtype=part.dtype, device=runtime.grid.device)
+    whole[flat.interval(rung).relative_to(0)].copy_(part)
+    hops = [Hop(i, ladder.steps[i].level, ladder.steps[i].size, 0) for i in reversed(range(rung))]
+
+    def work(_: Any) -> None:
+        for hop in hops:
+            link = runtime.grid.link("gather", ladder.steps[hop.step])
+            key = runtime.grid.labels.key(
+                (1 << 24) + unit.index * 16 + hop.step, f"collection of unit '{unit.name}'"
+            )
+            link.gather(whole[flat.interval(hop.step).relative_to(0)], key)
+            link.finish()
+
+    runtime.grid.gathers.submit(work).wait()
+    return whole
+
+
+def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """The reduced gradients in full, by name, on every rank, of all parameters that have one."""
+    runtime.require_idle("full_grads", before_step=True)
+    grads.read(runtime)
+    if runtime.accumulated:
+        raise UsageError("Gradients are not reduced yet: the last backward ran under no_sync.")
+    found: dict[nn.Parameter, torch.Tensor] = {}
+    for unit in runtime.units:
+        for flat in unit.trained:
+            if not any(slot.has_grad for slot in flat.slots):
+                continue
+            with flat.open_grads() as opened:
+                assert opened.reduced is not None
+                whole = _gather_whole(runtime, unit, flat, opened.reduced, unit.rungs.optim)
+            for slot in flat.slots:
+                if slot.has_grad:
+                    slot.face.place(found, slot, whole[slot.spec.interval.relative_to(0)])
+    return {face.name: found[face.parameter] for face in runtime.faces if face.parameter in found}
+
+
+def feedback_state(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """What this rank's error feedback will add to the next gradients, by unit and flat."""
+    runtime.require_idle("feedback_state")
+    return {
+        f"{unit.name}/{index}": flat.lost.clone()
+        for unit in runtime.units
+        for index, flat in enumerate(unit.flats)
+        if flat.lost is not None
+    }
+
+
+def load_feedback_state(runtime: Runtime, state: dict[str, torch.Tensor]) -> None:
+    """Takes back what ``feedback_state`` gave on this rank; what is absent begins anew."""
+    runtime.require_idle("load_feedback_state")
+    flats = {
+        f"{unit.name}/{index}": flat
+        for unit in runtime.units
+        for index, flat in enumerate(unit.flats)
+    }
+    for name, lost in state.items():
+        if name not in flats or lost.dim() != 2 or lost.shape[1] != flats[name].granule:
+            raise UsageError(
+                f"Feedback '{name}' of shape {tuple(lost.shape)} belongs to no flat of this model "
+                "on this rank; it loads only under the plan, ranks and model that it comes from."
+            )
+    for name, flat in flats.items():
+        flat.lost = state[name].clone() if name in state else None
+
+
+def optim_state_dict(runtime: Runtime, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Optimizer states in full, by parameter name, on every rank; collective."""
+    runtime.require_idle("optim_state_dict")
+    result: dict[str, dict[str, Any]] = {}
+    for unit in runtime.units:
+        for flat in unit.trained:
+            for key, names in _state_keys(runtime, optimizer, flat).items():
+                _collect_state(runtime, optimizer, unit, flat, key, names, result)
+    return result
+
+
+def _state_keys(runtime: Runtime, optimizer: Optimizer, flat: Flat) -> dict[str, dict[str, str]]:
+    """For each state of a flat the parameters that have it on any rank, each with its dtype.
+
+    Ranks whose part is padding, and parameters that never had a gradient, have none.
+    """
+    mine = [
+        (key, slot.name, str(torch.as_tensor(value).dtype).removeprefix("torch."))
+        for slot in flat.slots
+        for key, value in shown_state(optimizer, slot).items()
+    ]
+    seen: list[Any] = [mine]
+    if runtime.grid.place.world > 1:
+        seen = [None] * runtime.grid.place.world
+        dist.all_gather_object(seen, mine)
+    keys: dict[str, dict[str, str]] = {}
+    for key, name, dtype in sorted({entry for entries in seen for entry in entries}):
+        keys.setdefault(key, {})[name] = dtype
+    return keys
+
+
+def _collect_state(
+    runtime: Runtime,
+    optimizer: Optimizer,
+    unit: Unit,
+    flat: Flat,
+    key: str,
+    dtypes: dict[str, str],
+    result: dict[str, dict[str, Any]],
+) -> None:
+    """One state of all parameters of a flat; a number is laid over all its parameter's elements."""
+    widest = max((torch_dtype(name) for name in dtypes.values()), key=lambda d: d.itemsize)
+    part = torch.zeros(flat.optim_at.numel, dtype=widest, device=runtime.grid.device)
+    is_number = torch.zeros_like(part, dtype=torch.bool)
+    for slot in flat.slots:
+        value = runtime.state_of(optimizer, slot).get(key)
+        own, single = slot.of(part, flat.optim_at), slot.of(is_number, flat.optim_at)
+        if own is not None and single is not None and value is not None:
+            own.copy_(torch.as_tensor(value))
+            single.fill_(torch.as_tensor(value).dim() == 0)
+    whole = _gather_whole(runtime, unit, flat, part, unit.rungs.optim)
+    numbers = _gather_whole(runtime, unit, flat, is_number, unit.rungs.optim)
+    for slot in flat.slots:
+        if slot.name in dtypes:
+            place = slot.spec.interval.relative_to(0)
+            value = whole[place].to(torch_dtype(dtypes[slot.name]), copy=True)
+            states = result.setdefault(slot.face.name, {})
+            if numbers[place][0]:
+                states[key] = value[0]
+                continue
+            if key not in states:
+                states[key] = value.new_empty(slot.face.parameter.shape)
+            slot.rows_of(states[key]).copy_(value)
+
+
+def clip_grad_norm_(
+    runtime: Runtime,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """Scales gradients so that their total norm is at most ``max_norm``; returns the norm."""
+    if not norm_type > 0:
+        raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
+    foreach = _takes_foreach(runtime, foreach)
+    runtime.require_idle("clip_grad_norm_", before_step=True)
+    if math.isfinite(max_norm) and any(unit.updates_in_backward for unit in runtime.units):
+        raise UsageError(
+            "clip_grad_norm_ comes too late: tiers.update = 'backward' in the plan updates units "
+            "before the norm of all gradients is known; set it to 'step', or pass math.inf for the "
+            "norm alone."
+        )
+    grads.read(runtime)
+    if runtime.accumulated:
+        raise UsageError(
+            "clip_grad_norm_ after a backward under no_sync: gradients are not reduced yet."
+        )
+    total = _total_norm(runtime, norm_type, foreach)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise UsageError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they "
+            "cannot be clipped; pass error_if_nonfinite=False to clip anyway."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
+    if factor != 1.0:
+        _scale_grads(runtime, factor, foreach)
+    return total
+
+
+def _scale_grads(runtime: Runtime, factor: float, foreach: bool) -> None:
+    with ExitStack() as stack:
+        parts: list[torch.Tensor] = []
+        for unit in runtime.units:
+            for flat in unit.trained:
+                if flat.grads_are_resident:
+                    parts += _grad_parts(stack.enter_context(flat.open_grads(writes=True)))
+                else:
+                    flat.scale_grads(factor)  # when it is next in memory
+        if foreach and parts:
+            torch._foreach_mul_(parts, factor)
+        elif not foreach:
+            for part in parts:
+                part.mul_(factor)
+
+
+def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
+    """Whether torch's foreach kernels run: as chosen, or by default where the device has them.
+
+    Decided by the devices of all parts, also of empty ones, so that ranks decide alike.
+    """
+    if chosen is False:
+        return False
+    devices = {runtime.grid.device} if any(unit.trained for unit in runtime.units) else set()
+    lacking = sorted({d.type for d in devices if not _device_has_foreach_support(d)})
+    if chosen and lacking:
+        raise UsageError(
+            f"clip_grad_norm_(foreach=True), but torch has no foreach kernels for "
+            f"{', '.join(lacking)} tensors; pass foreach=False, or None to take them where they "
+            "exist."
+        )
+    return not lacking
+
+
+def _grad_parts(opened: OpenGrads) -> list[torch.Tensor]:
+    """This rank's parts of a flat's reduced gradients, without padding."""
+    parts = [opened.reduced_of(slot) for slot in opened.flat.slots if slot.has_grad]
+    return [part for part in parts if part is not None]
+
+
+def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tensor:
+    """Every element counted once: only the first replica of each part contributes."""
+    rank, infinite = runtime.grid.place.rank, norm_type == float("inf")
+    norms: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        counted = []
+        for unit in runtime.units:
+            for flat in unit.trained if _is_first_replica(unit, rank) else ():
+                if flat.grads_are_resident:
+                    counted += _grad_parts(stack.enter_context(flat.open_grads()))
+                else:
+                    norms += _stored_norms(flat, norm_type, foreach)
+        norms += _norms(counted, norm_type, foreach)
+    zero = torch.zeros((), dtype=torch.float64)
+    local = torch.stack([zero, *(norm.double().cpu() for norm in norms)])
+    value = local.max() if infinite else (local**norm_type).sum()
+    rows = runtime.grid.control.exchange(value.reshape(1), "norm of the gradients")
+    # Rows are summed in rank order on every rank, so that all get the same bits.
+    total = rows.max() if infinite else rows.sum() ** (1.0 / norm_type)
+    wide = any(flat.dtypes.master == torch.float64 for u in runtime.units for flat in u.trained)
+    return total if wide else total.float()
+
+
+def _norms(parts: list[torch.Tensor], norm_type: float, foreach: bool) -> list[torch.Tensor]:
+    if foreach and parts:
+        return list(torch._foreach_norm(parts, norm_type))
+    return [torch.linalg.vector_norm(part, norm_type) for part in parts]
+
+
+def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Tensor]:
+    """Norms of gradients on a disk: those taken on the way there, or read back one by one."""
+    known = [flat.grad_norms.get(slot) for slot in flat.slots if slot.has_grad]
+    if norm_type == 2.0 and flat.grad_norms:
+        return [norm * flat.grad_factor for norm in known if norm is not None]
+    with flat.open_grads() as opened:
+        return _norms(_grad_parts(opened), norm_type, foreach)
+
+
+def _is_first_replica(unit: Unit, rank: int) -> bool:
+    """Whether no earlier rank has the same part of the unit's gradients."""
+    beyond = unit.rungs.ladder.steps[unit.rungs.optim :]
+    return all(step.coordinate(rank) == 0 for step in beyond)
+
+
+def _persistent_buffers(model: nn.Module) -> set[str]:
+    names = set()
+    for prefix, module in model.named_modules():
+        for name in module._buffers:
+            if name not in module._non_persistent_buffers_set:
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return names

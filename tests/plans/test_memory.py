@@ -1,0 +1,173 @@
+"""Memory terms against hand-written sums."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
+from shardwise.core.topology import Topology
+from shardwise.core.work import Saved
+from shardwise.plans import presets
+from shardwise.plans.memory import Memory, memory
+from shardwise.plans.plan import Override, Plan, Precision, StatePlan
+from shardwise.plans.validate import legal_plans
+
+GRID = Topology.parse("node=2,world=2")
+ROOT, SMALL, LARGE = 640, 1280, 2560
+"""Padded sizes of the units: all are multiples of 16 * 4, so nothing is added."""
+TOTAL = ROOT + SMALL + LARGE
+
+
+def model_of(*numels: int, dtype: str = "float32", frozen: int = 0) -> ModelSpec:
+    units = []
+    for index, numel in enumerate(numels):
+        params = [ParamSpec("weight", (numel,), dtype)]
+        if frozen:
+            params.append(ParamSpec("frozen", (frozen,), dtype, requires_grad=False))
+        units.append(lay_out(f"u.{index}", params, GRID.world))
+    return ModelSpec(tuple(units))
+
+
+MODEL = model_of(ROOT, SMALL, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        (presets.ddp(), (1, 1, 1)),
+        (presets.zero1(), (1, 4, 4)),
+        (presets.zero2(), (1, 4, 4)),
+        (presets.zero3(), (4, 4, 4)),
+        (presets.hsdp(), (2, 2, 2)),
+        (presets.amsp(), (2, 4, 4)),
+    ],
+)
+def test_states_are_cut_by_their_spread(plan: Plan, parts: tuple[int, int, int]) -> None:
+    found = memory(plan, MODEL, GRID)
+    assert (found.params, found.grads, found.optim) == (
+        4 * TOTAL // parts[0],
+        4 * TOTAL // parts[1],
+        8 * TOTAL // parts[2],
+    )
+    assert found.grad_buffers == 4 * (ROOT + SMALL + LARGE)
+    assert found.kept == 0
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept", "gathered"),
+    [
+        ("none", 0, ROOT + SMALL + LARGE),
+        ("node", (SMALL + LARGE) // 2, ROOT + SMALL + LARGE),
+        ("full", SMALL + LARGE, ROOT),
+    ],
+)
+def test_what_is_kept_and_gathered(keep: str, kept: int, gathered: int) -> None:
+    found = memory(presets.zero3(keep=keep), MODEL, GRID)
+    assert (found.kept, found.gathered) == (4 * kept, 4 * gathered)
+
+
+@pytest.mark.parametrize(("prefetch", "buffers"), [(0, 1), (1, 2), (7, 2)])
+def test_prefetch_holds_no_more_buffers_than_units(prefetch: int, buffers: int) -> None:
+    model = model_of(ROOT, LARGE, LARGE)
+    found = memory(replace(presets.zero3(), prefetch=prefetch), model, GRID)
+    assert found.gathered == 4 * (ROOT + buffers * LARGE)
+
+
+def test_resident_parameters_need_no_buffer() -> None:
+    assert memory(presets.zero2(), MODEL, GRID).gathered == 0
+    plan = replace(
+        presets.zero3(), overrides=(Override(unit="u.2", params=StatePlan(spread="none")),)
+    )
+    found = memory(plan, MODEL, GRID)
+    assert found.params == 4 * ((ROOT + SMALL) // 4 + LARGE)
+    assert found.gathered == 4 * (ROOT + SMALL)
+
+
+@pytest.mark.parametrize(
+    ("plan", "grads"),
+    [
+        (presets.zero1(), TOTAL // 4 + TOTAL),
+        (presets.zero2(), TOTAL // 4),
+        (presets.amsp(), TOTAL // 4 + TOTAL // 2),
+        (presets.ddp(), TOTAL),
+    ],
+)
+def test_accumulation_rests_on_the_rung_of_gradients(plan: Plan, grads: int) -> None:
+    assert memory(plan, MODEL, GRID, accumulates=True).grads == 4 * grads
+
+
+def test_mixed_precision_adds_a_master() -> None:
+    precision = Precision(compute="bfloat16")
+    found = memory(presets.zero3(precision=precision), MODEL, GRID)
+    assert found == Memory(
+        params=2 * TOTAL // 4,
+        kept=0,
+        gathered=2 * (ROOT + SMALL + LARGE),
+        grads=4 * TOTAL // 4,
+        grad_buffers=2 * (ROOT + SMALL + LARGE),
+        optim=3 * 4 * TOTAL // 4,
+        allowance=2 * LARGE + 3 * 4 * TOTAL // 4 // 8,
+    )
+    wide = Precision(compute="bfloat16", reduce="float32", master="float64")
+    found = memory(presets.zero3(precision=wide), MODEL, GRID, optim_words=1)
+    assert found.grad_buffers == 4 * (ROOT + SMALL + LARGE)
+    assert found.optim == 2 * 8 * TOTAL // 4
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
+    trained, mixed = MODEL, model_of(ROOT, SMALL, LARGE, frozen=640)
+    for plan in (presets.ddp(), presets.zero3()):
+        one, other = memory(plan, trained, GRID), memory(plan, mixed, GRID)
+        assert (one.grads, one.grad_buffers, one.optim) == (
+            other.grads,
+            other.grad_buffers,
+            other.optim,
+        )
+        assert other.params > one.params
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_that_rest_elsewhere_need_room_there(tier: str) -> None:
+    saved = Saved(
+        total=10**7, root=10**5, checkpoints=10**6, small=10**3, largest_unit=10, largest_input=1
+    )
+    plan = presets.zero3()
+    here, away = (
+        memory(replace(plan, activations=setting), MODEL, GRID, saved=saved)
+        for setting in ("recompute", tier)
+    )
+    assert (getattr(here, tier), getattr(away, tier)) == (0, 10**6 - 10**3)
+    assert away.total < here.total
+
+
+def test_total_is_the_sum() -> None:
+    assert Memory(params=1, kept=2, gathered=4, grads=8, grad_buffers=16, optim=32).total == 63
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=4))
+def test_cutting_further_never_needs_more(numels: list[int]) -> None:
+    model = model_of(*numels)
+    chain = [presets.ddp(), presets.zero1(), presets.zero2(), presets.zero3()]
+    resting = [
+        found.params + found.grads + found.optim
+        for found in (memory(plan, model, GRID, accumulates=True) for plan in chain)
+    ]
+    assert resting == sorted(resting, reverse=True)
+
+
+@pytest.mark.parametrize("plan", legal_plans(GRID), ids=lambda plan: plan.name)
+def test_every_legal_plan_has_a_size(plan: Plan) -> None:
+    found = memory(plan, MODEL, GRID, accumulates=True)
+    assert found.total >= found.params > 0
+
+
+def test_what_is_kept_in_full_counts_wherever_parameters_rest() -> None:
+    """Also where they are not cut: they come from their tier and stay until backward."""
+    plan = presets.zero3(keep="full")
+    away = replace(plan, params=replace(plan.params, spread="none", tier="cpu"))
+    inner = sum(flat.numel for unit in MODEL.units[1:] for flat in unit.flats)
+    assert memory(away, MODEL, GRID).kept == memory(plan, MODEL, GRID).kept == 4 * inner
+    resident = replace(plan, params=replace(plan.params, spread="none"), keep="none")
+    assert memory(resident, MODEL, GRID).kept == 0
