@@ -18,8 +18,8 @@ from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
 from shardwise.plans.facts import Run
+from shardwise.plans.ops import Kind, Op
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import Kind, Op
 from shardwise.probing.cache import cached_probe
 from shardwise.probing.probe import probed_device
 from shardwise.probing.progress import shown

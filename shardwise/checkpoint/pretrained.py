@@ -17,8 +17,8 @@ from shardwise.checkpoint.folder import Source, Stored, read_source
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.values import DTYPES, Named, named_tensors
 from shardwise.core.errors import SyncError, UsageError
-from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.slot import ParamSlot
 
 _ROWS_BYTES = 1 << 24
 """Compared at once where a file has a tied parameter twice."""

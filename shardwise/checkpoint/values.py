@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.runtime.flat import Flat, ParamSlot
+from shardwise.runtime.flat import Flat
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import access
 
 DTYPES = {

@@ -17,20 +17,46 @@ hops of the next are summed: the last leg runs in a lane of its own.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from shardwise.comm.lane import Early, Lane
 from shardwise.comm.link import Link, accumulate, pieces
 from shardwise.core.ticket import DONE, Ticket
+from shardwise.core.topology import Interval
 from shardwise.core.trace import span
 from shardwise.core.wire import Format
-from shardwise.plans.schedule import Hop, chunk_columns
+from shardwise.plans.hops import chunk_columns
+from shardwise.plans.ops import Hop
 from shardwise.wire.codec import CastCodec, Codec, make_codec
 
-if TYPE_CHECKING:
-    from shardwise.runtime.flat import Flat
+
+class Carried(Protocol):
+    """What is carried: a flat buffer, cut into the shards of a ladder's rungs."""
+
+    unit_name: str
+    granule: int
+    """Elements of a shard of the bottom rung."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """In which raw gradients travel."""
+        ...
+
+    def format(self, hop: Hop) -> Format | None:
+        """How it travels on a hop; None: as it is."""
+
+    def interval(self, rung: int) -> Interval:
+        """This rank's shard on a rung."""
+        ...
+
+    def rows(self, rung: int, top: int) -> slice:
+        """Which of the granules that this rank owns on rung ``top`` it owns on a lower rung too."""
+        ...
+
+    def residual(self, hop: Hop) -> torch.Tensor | None:
+        """What error feedback adds to the next gradients on a hop: a row for each other member."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ class Carrier:
 
     def climb(
         self,
-        flat: "Flat",
+        flat: Carried,
         buffer: torch.Tensor,
         origin: int,
         legs: Sequence[Leg],
@@ -125,7 +151,7 @@ class Carrier:
 
     def climb_by_difference(
         self,
-        flat: "Flat",
+        flat: Carried,
         new: torch.Tensor,
         buffer: torch.Tensor,
         origin: int,
@@ -151,7 +177,7 @@ class Carrier:
         self.climb(flat, buffer, origin, [leg for _, later in rest for leg in later])
 
     def _send_up(
-        self, flat: "Flat", codec: Codec, run: Sequence[Leg], own: torch.Tensor
+        self, flat: Carried, codec: Codec, run: Sequence[Leg], own: torch.Tensor
     ) -> torch.Tensor:
         """Encodes the own part once and forwards it over a run of hops; returns all payloads."""
         top = flat.interval(run[-1].high)
@@ -170,7 +196,7 @@ class Carrier:
 
     def descend(
         self,
-        flat: "Flat",
+        flat: Carried,
         source: torch.Tensor,
         top: int,
         legs: Sequence[Leg],
@@ -222,7 +248,7 @@ class Carrier:
 
     def _descend_raw(
         self,
-        flat: "Flat",
+        flat: Carried,
         source: torch.Tensor,
         top: int,
         legs: Sequence[Leg],
@@ -248,7 +274,7 @@ class Carrier:
     def _sum(self, chunk: "_Chunk", leg: Leg, rows: torch.Tensor, own: torch.Tensor) -> None:
         """One hop of a chunk: ``own``, this rank's piece of ``rows``, becomes all ranks' sum."""
         flat, size = chunk.flat, leg.hop.size
-        codec = self.codec(flat.format(leg.hop), flat.dtypes.reduce, chunk.granule)
+        codec = self.codec(flat.format(leg.hop), flat.reduce_dtype, chunk.granule)
         payload = self.payload(codec.nbytes(rows.numel()), (leg,))
         residual = flat.residual(leg.hop)
         sent, encoded = rows.view(size, -1, chunk.granule), pieces(payload, size)
@@ -269,7 +295,7 @@ class Carrier:
 class _Chunk:
     """Some columns of every granule of a flat; see [Note: Columns]."""
 
-    flat: "Flat"
+    flat: Carried
     columns: slice
 
     @property
@@ -325,7 +351,7 @@ class Carriers:
         return sum(carrier.held_bytes for carrier in carriers)
 
 
-def _runs(flat: "Flat", legs: Sequence[Leg]) -> list[tuple[Format | None, list[Leg]]]:
+def _runs(flat: Carried, legs: Sequence[Leg]) -> list[tuple[Format | None, list[Leg]]]:
     """Consecutive legs of one format."""
     return [(format, list(run)) for format, run in groupby(legs, lambda leg: flat.format(leg.hop))]
 

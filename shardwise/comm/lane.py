@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.core.meter import Meter, counting, current, set_current
 from shardwise.core.ticket import DONE, Ticket
 
 
@@ -47,20 +48,21 @@ class _ThreadTicket:
             raise self._error
 
 
+_Queued = tuple[Callable[[Early], None], _ThreadTicket, Meter | None]
+
+
 class ThreadLane:
     """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[Early], None], _ThreadTicket] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shardwise-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[Early], None]) -> Ticket:
         ticket = _ThreadTicket()
-        self._queue.put((work, ticket))
+        self._queue.put((work, ticket, current()))
         return ticket
 
     def drain(self) -> None:
@@ -75,7 +77,8 @@ class ThreadLane:
         # Inference mode and grad mode are per thread: transfers must never be recorded.
         torch.set_grad_enabled(False)
         while (item := self._queue.get()) is not None:
-            work, ticket = item
+            work, ticket, meter = item
+            set_current(meter)
             if self._broken is None:
                 try:
                     work(ticket.finish)
@@ -83,7 +86,7 @@ class ThreadLane:
                     # Ranks are no longer in step after a failed transfer: all later ones fail too.
                     self._broken = error
             ticket.finish(self._broken)
-            del item, work, ticket  # the closure may own large buffers
+            del item, work, ticket, meter  # the closure may own large buffers
 
 
 class _StreamTicket:
@@ -154,23 +157,25 @@ class HostLane:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "shardwise-host")
         if device.type != "cuda":
-            return _Future(self._pool.submit(self._run, work))
+            return _Future(self._pool.submit(self._run, work, current()))
         index = torch.cuda.current_device() if device.index is None else device.index
         begun = torch.cuda.Event()
         begun.record(torch.cuda.current_stream(index))
-        return _Future(self._pool.submit(self._run_on_cuda, work, index, begun))
+        return _Future(self._pool.submit(self._run_on_cuda, work, current(), index, begun))
 
-    def _run(self, work: Callable[[], None]) -> None:
-        with torch.no_grad():
+    def _run(self, work: Callable[[], None], meter: Meter | None) -> None:
+        with torch.no_grad(), counting(meter):
             work()
 
-    def _run_on_cuda(self, work: Callable[[], None], index: int, begun: torch.cuda.Event) -> None:
+    def _run_on_cuda(
+        self, work: Callable[[], None], meter: Meter | None, index: int, begun: torch.cuda.Event
+    ) -> None:
         with torch.cuda.device(index):
             if index not in self._streams:
                 self._streams[index] = torch.cuda.Stream(index)
             with torch.cuda.stream(stream := self._streams[index]):
                 begun.wait()
-                self._run(work)
+                self._run(work, meter)
                 stream.synchronize()
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.errors import SyncError
+from shardwise.core.meter import count_sent
 
 if TYPE_CHECKING:
     from shardwise.wire.codec import Codec
@@ -157,6 +158,7 @@ class PeerLink:
         own = parts[self.coordinate]
         sends = [(peer, self._send(own, i, key)) for i, peer in self._peers()]
         self._wait(receives + sends, key)
+        count_sent(key, len(sends) * own.nbytes)
 
     def reduce(
         self,
@@ -180,6 +182,7 @@ class PeerLink:
             own, self.coordinate, self.size, codec, out, scale=scale, add=add,
         )  # fmt: skip
         self._wait(sends, key)
+        count_sent(key, len(sends) * parts[0].nbytes)
 
     def finish(self) -> None:
         """Nothing to wait for: sends were awaited, and sent memory is the sender's again."""
@@ -239,7 +242,9 @@ class CollectiveLink:
         )
 
     def gather(self, buffer: torch.Tensor, key: int) -> None:
-        self._all_gather(buffer, pieces(buffer, self.size)[self.coordinate], group=self._group)
+        own = pieces(buffer, self.size)[self.coordinate]
+        self._all_gather(buffer, own, group=self._group)
+        count_sent(key, (self.size - 1) * own.nbytes)
 
     def reduce(
         self,
@@ -252,6 +257,7 @@ class CollectiveLink:
         scale: float,
         add: bool,
     ) -> None:
+        count_sent(key, (self.size - 1) * (payload.nbytes // self.size))
         if codec.dtype is own.dtype:
             whole = payload.view(own.dtype)
             mine = pieces(whole, self.size)[self.coordinate]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise.comm.link import Labels, Summer, pieces
 from shardwise.core.errors import SyncError
+from shardwise.core.meter import count_sent
 
 if TYPE_CHECKING:
     from shardwise.wire.codec import Codec
@@ -128,7 +129,7 @@ class LocalLink:
         self._post(parts[self.coordinate].data_ptr(), key)
         for i in self._others():
             address = self._await_post(i, key)
-            self._read(i, address, parts[i].data_ptr(), nbytes)
+            self._read(i, address, parts[i].data_ptr(), nbytes, key)
         self._board.announce(self.coordinate, _FINISHED, self._count)
 
     def reduce(
@@ -150,7 +151,8 @@ class LocalLink:
             count = nbytes.stop - nbytes.start
             if self._scratch.numel() < count:
                 self._scratch = torch.empty(count, dtype=torch.uint8)
-            self._read(member, addresses[member] + nbytes.start, self._scratch.data_ptr(), count)
+            address = addresses[member] + nbytes.start
+            self._read(member, address, self._scratch.data_ptr(), count, key)
             return self._scratch[:count]
 
         self._summer.sum(arrived, own, self.coordinate, self.size, codec, out, scale=scale, add=add)
@@ -207,7 +209,7 @@ class LocalLink:
                 f"the last exchange of rank {peer} was the {doing}."
             )
 
-    def _read(self, member: int, remote: int, local: int, nbytes: int) -> None:
+    def _read(self, member: int, remote: int, local: int, nbytes: int, key: int) -> None:
         pid = self._board.get(member, _PID)
         done = 0
         while done < nbytes:  # the kernel stops a single call short of 2 GiB
@@ -218,6 +220,7 @@ class LocalLink:
                     f"(process {pid}): {os.strerror(ctypes.get_errno())}."
                 )
             done += count
+        count_sent(key, nbytes)
 
 
 def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:

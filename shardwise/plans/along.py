@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
+from shardwise.plans.expected import schedule
 from shardwise.plans.memory import HOLES, Memory, kept_bytes, memory
+from shardwise.plans.ops import Phase, Trigger
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import Phase, Trigger, schedule
 
 TERMS = {
     "params": "parameters",
@@ -83,7 +84,7 @@ class _Held:
         """Units that something is kept of, if their plan keeps anything."""
 
     def moments(self, phase: Phase) -> Iterator[Moment]:
-        if self._plan.keep_until == "step" and not phase.opens_step:
+        if self._plan.keep_until == "step" and phase is Phase.LAST:
             self._kept |= self._kept_bytes.keys()
         for event in schedule(self._plan, self._model, self._topology, phase):
             name = event.unit

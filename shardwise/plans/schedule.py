@@ -1,254 +1,27 @@
-"""What a step does under a plan, as data: triggers, and the operations that they set off.
+"""Every operation of a unit under a plan, as data: the one description of what a plan does.
 
-One schedule, two interpreters: at run time hooks fire the triggers and the runtime executes the
-operations; ``explain`` (and the simulator) walk the expected order and price them.
+``UnitOps`` has the operations by what sets them off. Which of them are issued when is for the
+issuer to say (``order.py``), which the runtime and the simulator share; ``expected.py`` drives it
+through a whole pass, for ``explain``, for the simulator and for tests.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
-from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
-from shardwise.core.topology import Topology
-from shardwise.core.wire import BLOCKS, Format, wire_bytes
-from shardwise.plans.plan import Plan, Rungs, format_of, has_master, resolve, untiled
+from shardwise.core.layout import FlatSpec, UnitSpec
+from shardwise.plans.hops import Sizes, hops_between, shard_bytes
+from shardwise.plans.ops import Hop, Kind, Lane, Op, Place
+from shardwise.plans.plan import Plan, Rungs, has_master
 
-REDUCTIONS_IN_FLIGHT = 2
-"""At most this many units' full gradients travel while another one is being filled."""
+OPTIM_WORDS = 2
+"""What the optimizer is taken to store for an element; Adam's kin have two."""
 
+Ops = tuple[Op, ...]
+Holds = tuple[bool, ...]
+"""By trained flat: whether something rests there to add to."""
 
-class Phase(StrEnum):
-    """Which pass of a step this is; accumulation makes the difference."""
-
-    ONLY = "only"
-    """The one micro-batch of a step without accumulation."""
-    FIRST = "first"
-    """The first of several micro-batches under ``no_sync``."""
-    MIDDLE = "middle"
-    """A further micro-batch under ``no_sync``."""
-    LAST = "last"
-    """The micro-batch that synchronises."""
-    EVAL = "eval"
-    """A forward without backward."""
-
-    @property
-    def synchronises(self) -> bool:
-        return self in (Phase.ONLY, Phase.LAST)
-
-    @property
-    def opens_step(self) -> bool:
-        return self in (Phase.ONLY, Phase.FIRST)
-
-
-class Trigger(StrEnum):
-    """The moments at which operations are set off."""
-
-    BEFORE_FORWARD = "before forward"
-    AFTER_FORWARD = "after forward"
-    BEFORE_BACKWARD = "before backward"
-    AFTER_BACKWARD = "after backward"
-    GRADS_READY = "gradients ready"
-    STEP = "step"
-
-
-class Kind(StrEnum):
-    """What an operation does."""
-
-    FETCH = "fetch"
-    """P's part comes from its tier."""
-    GATHER = "gather"
-    """Parameters climb from the rung that is held to rung 0."""
-    KEEP = "keep"
-    """The kept rung is copied out before the full buffer goes."""
-    FREE = "free"
-    """The full buffer goes back to its pool."""
-    REDUCE = "reduce"
-    """Gradients descend, summed at each hop."""
-    SPREAD = "spread"
-    """Gradients that replicas share climb back from the bottom to OS's rung."""
-    STORE = "store"
-    """Reduced gradients go to their tier; what rests there already is read and added first."""
-    STEP = "step"
-    """The optimizer updates OS's part."""
-    REFRESH = "refresh"
-    """Updated parameters climb from OS's rung to P's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """One exchange between the ``size`` ranks of a step of the ladder."""
-
-    step: int
-    """Index of the ladder's step: the hop joins rung ``step`` and rung ``step + 1``."""
-    level: str
-    size: int
-    sent_bytes: int
-    """What each rank sends (and receives) on this hop."""
-    format: Format | None = None
-    """The wire format; None: every flat as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation on one unit, with the hops that it walks in order."""
-
-    kind: Kind
-    unit: str
-    hops: tuple[Hop, ...] = ()
-    moved_bytes: int = 0
-    """What a rank moves between memory and the tier where the state rests, both ways together."""
-    written_bytes: int = 0
-    """Of an update: what of it leaves the device's memory for the tier."""
-    crossing_bytes: tuple[int, int] = (0, 0)
-    """Of an update by a host whose states rest on a disk: gradients that come from the device, and
-    the new parameters that go back."""
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(hop.sent_bytes for hop in self.hops)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A trigger on a unit, and what it sets off; ``unit`` is empty for the step."""
-
-    trigger: Trigger
-    unit: str
-    ops: tuple[Op, ...]
-
-
-UnitOps = dict[Trigger, tuple[Op, ...]]
-
-
-def unit_ops(unit: UnitSpec, rungs: Rungs, plan: Plan, phase: Phase, *, encloses: bool) -> UnitOps:
-    """The operations of one unit in one phase.
-
-    ``encloses`` marks the root unit: its forward surrounds all others', so that its parameters
-    stay gathered from the beginning of forward to the end of backward.
-    """
-    kept = kept_rung(rungs, plan, encloses=encloses)
-    source = None
-    if plan.keep_until == "step" and not phase.opens_step and phase is not Phase.EVAL:
-        source = kept
-    ops: UnitOps = dict.fromkeys(Trigger, ())
-    if not unit.flats:
-        return ops
-    if travels(rungs, plan):
-        ops[Trigger.BEFORE_FORWARD] = gather_ops(unit, rungs, plan, source)
-        ops[Trigger.AFTER_FORWARD] = _after_forward(unit, source, kept, phase)
-        if phase is not Phase.EVAL:
-            ops[Trigger.BEFORE_BACKWARD] = gather_ops(unit, rungs, plan, kept)
-            if not (plan.keep_until == "step" and kept == 0 and not phase.synchronises):
-                ops[Trigger.AFTER_BACKWARD] = (Op(Kind.FREE, unit.name),)
-    if phase is not Phase.EVAL and (trained := trained_flats(unit)):
-        ops[Trigger.GRADS_READY] = _grads_ready(unit, trained, rungs, plan, phase)
-        if phase.synchronises:
-            read, written, crossing = _step_moves(trained, rungs, plan)
-            update = Op(Kind.STEP, unit.name, (), read + written, written, crossing)
-            when = Trigger.GRADS_READY if _updates_early(plan, encloses) else Trigger.STEP
-            ops[when] += (update,)
-            ops[Trigger.STEP] += _refresh(unit, trained, rungs, plan)
-    return ops
-
-
-def schedule(
-    plan: Plan,
-    model: ModelSpec,
-    topology: Topology,
-    phase: Phase = Phase.ONLY,
-    order: Sequence[str] | None = None,
-) -> tuple[Event, ...]:
-    """The expected events of one pass (and, where it synchronises, the step), in order.
-
-    ``order`` names the units in the order of their forward; the default is the module tree's.
-    The root unit is the model's first.
-    """
-    root = model.units[0].name
-    units = {unit.name: unit for unit in model.units}
-    inner = [name for name in (order or model.order) if name != root]
-    ops = dict(_all_ops(plan, model, topology, phase))
-
-    for name in _recomputed(inner, units, plan):
-        gather = ops[name][Trigger.BEFORE_BACKWARD]
-        if gather:
-            ops[name][Trigger.BEFORE_BACKWARD] = (*gather, Op(Kind.FREE, name), *gather)
-
-    def fire(trigger: Trigger, name: str) -> Event:
-        return Event(trigger, name, ops[name][trigger])
-
-    events = [fire(Trigger.BEFORE_FORWARD, root)]
-    for name in inner:
-        events += [fire(Trigger.BEFORE_FORWARD, name), fire(Trigger.AFTER_FORWARD, name)]
-    events.append(fire(Trigger.AFTER_FORWARD, root))
-    if phase is Phase.EVAL:
-        return tuple(events)
-    events.append(fire(Trigger.BEFORE_BACKWARD, root))
-    reached = reached_units(model)
-    for name in (name for name in reversed(inner) if name in reached):
-        for trigger in (Trigger.BEFORE_BACKWARD, Trigger.GRADS_READY, Trigger.AFTER_BACKWARD):
-            events.append(fire(trigger, name))
-    events += [fire(Trigger.GRADS_READY, root), fire(Trigger.AFTER_BACKWARD, root)]
-    if phase.synchronises:
-        steps = tuple(
-            op for name in dict.fromkeys((root, *inner)) for op in ops[name][Trigger.STEP]
-        )
-        events.append(Event(Trigger.STEP, "", steps))
-    return tuple(events)
-
-
-def _all_ops(
-    plan: Plan, model: ModelSpec, topology: Topology, phase: Phase
-) -> Iterator[tuple[str, UnitOps]]:
-    """The operations of every unit; alike units of a plan without exceptions differ in name only.
-
-    A search looks at thousands of schedules of models with dozens of alike blocks.
-    """
-    alike: dict[tuple[Any, ...], UnitOps] = {}
-    for index, unit in enumerate(model.units):
-        name, shape = unit.name, unit.shape
-        found = alike.get(shape) if index and not plan.overrides else None
-        if found is None:
-            rungs, own = resolve(plan, topology, name), plan.for_unit(name)
-            found = unit_ops(unit, rungs, own, phase, encloses=index == 0)
-            if index:
-                alike[shape] = found
-        else:
-            found = {
-                trigger: tuple(replace(op, unit=name) for op in some)
-                for trigger, some in found.items()
-            }
-        yield name, found
-
-
-def _recomputed(order: Sequence[str], units: dict[str, UnitSpec], plan: Plan) -> Iterator[str]:
-    """Tiles that backward gathers twice: for their block's recomputation, and for themselves.
-
-    The gradient that sets off the recomputation has the last one gathered already, and those before
-    it are used again so soon that one gather serves both uses.
-    """
-    blocks: dict[str, list[str]] = {}
-    for name in order if plan.activations != "keep" else ():
-        if units[name].inside:
-            blocks.setdefault(untiled(name), []).append(name)
-    for tiles in blocks.values():
-        for later, name in enumerate(reversed(tiles)):
-            if 2 * later - 1 > max(plan.prefetch, 1):
-                yield name
-
-
-def reached_units(model: ModelSpec) -> set[str]:
-    """The units that backward comes to: the root, and all from the first on that is trained.
-
-    The root is taken to be first as a whole: where any of it is trained, all others are reached.
-    """
-    root, *inner = model.units
-    first = 0 if trained_flats(root) else len(inner)
-    for index, unit in enumerate(inner[:first]):
-        if trained_flats(unit):
-            first = index
-            break
-    return {root.name, *(unit.name for unit in inner[first:])}
+_HAVE_VALUES = (Kind.FETCH, Kind.GATHER, Kind.REFRESH)
+"""What brings values to the full buffer."""
 
 
 def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:
@@ -257,137 +30,22 @@ def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:
 
 
 def travels(rungs: Rungs, plan: Plan) -> bool:
-    """Whether a unit's parameters come and go: they rest in parts, or on another tier."""
+    """Whether a unit's parameters come and go: they rest as shards, or on another tier."""
     return rungs.params > 0 or plan.params.tier != "device"
 
 
 def kept_rung(rungs: Rungs, plan: Plan, *, encloses: bool) -> int | None:
-    """What stays in memory of gathered parameters after forward; None: nothing but P itself."""
+    """What stays in memory of gathered parameters after forward; None: nothing but P's shard."""
     if encloses or plan.keep == "full":
         return 0
     return rungs.keep if rungs.keep < rungs.params else None
 
 
-def _after_forward(
-    unit: UnitSpec, source: int | None, kept: int | None, phase: Phase
-) -> tuple[Op, ...]:
-    free = Op(Kind.FREE, unit.name)
-    if phase is Phase.EVAL:
-        return (free,)
-    if kept == 0:
-        return ()
-    # Gathered from the kept rung, or from P's own: nothing new to keep.
-    return (free,) if kept == source else (Op(Kind.KEEP, unit.name), free)
-
-
-def _grads_ready(
-    unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan, phase: Phase
-) -> tuple[Op, ...]:
-    precision, wire = plan.precision, plan.grads.wire
-    sizes = [(flat, precision.reduce_dtype(flat.dtype)) for flat in flats]
-    away = plan.grads.tier != "device"
-    masters = [(flat, precision.master_dtype(flat.dtype)) for flat in flats]
-    held = part_bytes(masters, rungs, rungs.grads)
-    if not phase.synchronises:
-        hold = Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.grads, wire))
-        if not away:
-            return (hold,)
-        moves = 1 if phase is Phase.FIRST else 2
-        return (hold, Op(Kind.STORE, unit.name, moved_bytes=moves * held))
-    # Replicas of OS's part reduce on to the bottom and gather back, so that each element is
-    # summed in exactly one place and every replica gets the same bits.
-    ops = [Op(Kind.REDUCE, unit.name, _hops(sizes, rungs, 0, rungs.bottom, wire))]
-    if rungs.optim != rungs.bottom:
-        up = tuple(reversed(_hops(sizes, rungs, rungs.optim, rungs.bottom, wire)))
-        ops.append(Op(Kind.SPREAD, unit.name, up))
-    if away:
-        moved = part_bytes(masters, rungs, rungs.optim)
-        if phase is Phase.LAST:  # what was accumulated is read, and outside OS's rung written once
-            moved += held if rungs.grads == rungs.bottom else 2 * held
-        ops.append(Op(Kind.STORE, unit.name, moved_bytes=moved))
-    return tuple(ops)
-
-
-def _updates_early(plan: Plan, encloses: bool) -> bool:
-    """Whether a unit is updated while backward goes on; the root's gradients are its very last."""
-    away = any(state.tier != "device" for state in (plan.grads, plan.optim))
-    return plan.tiers.update == "backward" and away and not encloses
-
-
-def _refresh(
-    unit: UnitSpec, flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan
-) -> tuple[Op, ...]:
-    if rungs.params == rungs.optim:
-        return ()
-    sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in flats]
-    climb = tuple(reversed(_hops(sizes, rungs, rungs.params, rungs.optim, plan.optim.wire)))
-    # What others updated arrives beside the own elements, and both go to P's tier.
-    away = plan.params.tier != "device"
-    moved = 2 * part_bytes(sizes, rungs, rungs.params) if away else 0
-    return (Op(Kind.REFRESH, unit.name, climb, moved),)
-
-
-OPTIM_WORDS = 2
-"""What the optimizer is taken to store for an element; Adam's kin have two."""
-
-
-def _step_moves(
-    flats: tuple[FlatSpec, ...], rungs: Rungs, plan: Plan
-) -> tuple[int, int, tuple[int, int]]:
-    """What an update reads from tiers and writes there: states and master, gradients, P; and what
-    crosses between device and host beside that.
-
-    States in host memory are updated where they are: only gradients come, and the new P leaves.
-    Those on a disk are updated in host memory as well, where gradients and P may be already.
-    """
-    params, grads, optim = (getattr(plan, state).tier for state in ("params", "grads", "optim"))
-    read = written = out = back = 0
-    for flat in flats:
-        separate = has_master(plan, rungs, flat.dtype)
-        word = part_bytes([(flat, plan.precision.master_dtype(flat.dtype))], rungs, rungs.optim)
-        own = part_bytes([(flat, plan.precision.compute_dtype(flat.dtype))], rungs, rungs.optim)
-        if optim == "cpu":
-            written += word if grads == "device" else 0
-            read += own if params == "device" else 0
-            continue
-        if optim == "nvme":
-            read += (OPTIM_WORDS + separate) * word
-            written += (OPTIM_WORDS + separate) * word
-            out += word if grads == "device" else 0
-            back += own if params == "device" else 0
-        here = {"device", "cpu"} if optim == "nvme" else {"device"}
-        read += word if grads not in here else 0
-        if params not in here:
-            written += own
-            read += 0 if separate else own
-    return read, written, (out, back)
-
-
-def part_bytes(sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, rung: int) -> int:
-    """What a rank has of some flats on a rung."""
-    return sum(payload_bytes(flat, rungs, rung, dtype, None) for flat, dtype in sizes)
-
-
-def gather_ops(
-    unit: UnitSpec, rungs: Rungs, plan: Plan, source: int | None, *, exact: bool = False
-) -> tuple[Op, ...]:
-    """How parameters come to the full buffer: from a rung that is held, or (None) from P itself.
-
-    ``exact`` is for people who look at values, or change them: nothing is lost on the way.
-    """
-    if source == 0:
-        return ()
-    ops = []
-    sizes = [(flat, plan.precision.compute_dtype(flat.dtype)) for flat in unit.flats]
-    if source is None and plan.params.tier != "device":
-        fetched = part_bytes(sizes, rungs, rungs.params)
-        ops.append(Op(Kind.FETCH, unit.name, moved_bytes=fetched))
-    start = rungs.params if source is None else source
-    if start > 0:
-        wire = "" if exact else plan.params.wire
-        hops = tuple(reversed(_hops(sizes, rungs, 0, start, wire)))
-        ops.append(Op(Kind.GATHER, unit.name, hops))
-    return tuple(ops)
+def updates_in_windows(plan: Plan, rungs: Rungs, dtype: str) -> bool:
+    """Whether the update borrows slices of what it works on, because some of it is on a tier."""
+    if plan.grads.tier != "device" or plan.optim.tier != "device":
+        return True
+    return plan.params.tier == "nvme" and not has_master(plan, rungs, dtype)
 
 
 def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
@@ -395,62 +53,324 @@ def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
 
     None where nothing is encoded, and where replicas get the sums back: they wait for it.
     """
-    trained = trained_flats(unit)
-    ready = _grads_ready(unit, trained, rungs, plan, Phase.ONLY) if trained else ()
-    spreads = any(op.kind is Kind.SPREAD for op in ready)
-    hops = ready[0].hops if ready and not spreads else ()
-    return hops[-1].step if len(hops) > 1 and any(hop.format for hop in hops) else None
+    ops = UnitOps(unit, rungs, plan)
+    reduce = next((op for op in ops.ready() if op.kind is Kind.REDUCE), None)
+    return reduce.hops[-1].step if reduce is not None and reduce.overlaps else None
 
 
-CHUNK_NUMEL = 1 << 22
-"""Elements of a chunk of an encoded reduction: long for the link, short enough to overlap."""
+class UnitOps:
+    """The operations of one unit. Each is made once, when it is first asked for.
 
-
-LEAST_COLUMNS = 1 << 15
-"""Elements of a chunk that any one rank gets, at least: with many ranks chunks grow, because
-messages of a few kilobytes would cost a link its latency and nothing else."""
-
-
-def chunk_numel(rows: int) -> int:
-    """Elements of a chunk of so many granules."""
-    return max(CHUNK_NUMEL, rows * LEAST_COLUMNS)
-
-
-def chunk_columns(granule: int, rows: int) -> Iterator[slice]:
-    """Cuts granules so that ``rows`` of them are not much longer than a chunk.
-
-    >>> [next(chunk_columns(1 << 24, rows)).stop for rows in (4, 64, 1024)]
-    [1048576, 65536, 32768]
+    ``encloses`` marks the root unit: its forward surrounds all others', so that its parameters stay
+    gathered from the beginning of forward to the end of backward.
     """
-    width = max(1, chunk_numel(rows) // rows // BLOCKS[-1]) * BLOCKS[-1]  # which cuts no block
-    for start in range(0, granule, width):
-        yield slice(start, min(start + width, granule))
 
+    def __init__(
+        self,
+        unit: UnitSpec,
+        rungs: Rungs,
+        plan: Plan,
+        *,
+        encloses: bool = False,
+        optim_words: int = OPTIM_WORDS,
+    ) -> None:
+        self.unit, self.name, self.rungs, self.plan = unit, unit.name, rungs, plan
+        self.encloses, self.is_tile = encloses, "/" in unit.name
+        self.trained = trained_flats(unit)
+        self.travels = bool(unit.flats) and travels(rungs, plan)
+        self.kept_rung = kept_rung(rungs, plan, encloses=encloses)
+        self._optim_words = optim_words
+        self._made: dict[Hashable, Ops] = {}
+        self._alike: UnitOps | None = None
 
-def payload_bytes(
-    flat: FlatSpec, rungs: Rungs, rung: int, dtype: str, format: Format | None
-) -> int:
-    """One part of a flat on a rung, as it travels."""
-    parts = rungs.ladder.parts[rung]
-    if format is None:
-        return flat.numel // parts * DTYPE_BYTES[dtype]
-    return rungs.granules // parts * wire_bytes(format, flat.numel // rungs.granules)
+    def named(self, unit: UnitSpec) -> "UnitOps":
+        """The same for an alike unit, which has these operations under its own name."""
+        found = UnitOps(unit, self.rungs, self.plan, encloses=self.encloses)
+        found._optim_words, found._alike = self._optim_words, self
+        return found
 
+    def with_optim_words(self, count: int) -> None:
+        """Learns what the optimizer really stores for an element."""
+        self._optim_words = count
+        self._made.clear()
 
-def _hops(
-    sizes: Sequence[tuple[FlatSpec, str]], rungs: Rungs, top: int, bottom: int, wire: str
-) -> tuple[Hop, ...]:
-    """The hops between two rungs, from the top down."""
-    hops = []
-    for index in range(top, bottom):
-        step = rungs.ladder.steps[index]
-        if step.size == 1:
-            continue
-        formats = [format_of(wire, step, dtype) for _, dtype in sizes]
-        part_bytes = sum(
-            payload_bytes(flat, rungs, index + 1, dtype, format)
-            for (flat, dtype), format in zip(sizes, formats, strict=True)
+    # --- parameters ---------------------------------------------------------------------------
+
+    def gather(self, source: int | None = None, *, exact: bool = False) -> Ops:
+        """How parameters get to the full buffer: from a rung that is held, or (None) from P.
+
+        ``exact`` is for people who look at values, or change them: nothing is lost on the way.
+        """
+        return self._once("_gather", source, exact)
+
+    @property
+    def keep(self) -> Op:
+        return self._once("_keep")[0]
+
+    @property
+    def free(self) -> Op:
+        return self._once("_free")[0]
+
+    def drop(self, what: Place) -> Op:
+        """``KEPT``, or ``SHARD``: what was fetched and not gathered."""
+        return self._once("_drop", what)[0]
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def ready(
+        self, *, synchronises: bool = True, held: Holds | None = None, summed: Holds | None = None
+    ) -> Ops:
+        """What is done with a unit's complete gradients.
+
+        ``held`` and ``summed`` say what rests already: accumulated by micro-batches on G's rung,
+        and reduced, on OS's.
+        """
+        nothing = (False,) * len(self.trained)
+        return self._once("_ready", synchronises, held or nothing, summed or nothing)
+
+    def update(self) -> Ops:
+        """The optimizer's update, and the way of the new values to P's rung."""
+        return self._once("_update")
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether the update runs beside backward; the root's gradients are its very last."""
+        away = any(state.tier != "device" for state in (self.plan.grads, self.plan.optim))
+        return self.plan.tiers.update == "backward" and away and not self.encloses
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a refresh tells others how the new values differ from the old."""
+        return any(hop.format is not None and hop.format.delta for hop in self._climb())
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _once(self, make: str, *args: Hashable) -> Ops:
+        key = (make, *args)
+        found = self._made.get(key)
+        if found is None:
+            if self._alike is not None:
+                found = tuple(replace(op, unit=self.name) for op in self._alike._once(make, *args))
+            else:
+                found = tuple(getattr(self, make)(*args))
+            self._made[key] = found
+        return found
+
+    def _op(
+        self,
+        kind: Kind,
+        lane: Lane = Lane.COMPUTE,
+        source: Place | None = None,
+        target: Place | None = None,
+        **more: object,
+    ) -> Op:
+        return Op(kind, self.name, lane, source, target, **more)  # type: ignore[arg-type]
+
+    def _sizes(self, flats: Sequence[FlatSpec], use: str) -> Sizes:
+        dtype = getattr(self.plan.precision, f"{use}_dtype")
+        return [(flat, dtype(flat.dtype)) for flat in flats]
+
+    def _bytes(self, flats: Sequence[FlatSpec], use: str, rung: int) -> int:
+        return shard_bytes(self._sizes(flats, use), self.rungs, rung)
+
+    def _gather(self, source: int | None, exact: bool) -> Iterable[Op]:
+        if source == 0:
+            return
+        rungs, plan = self.rungs, self.plan
+        rung = rungs.params if source is None else source
+        own = self._bytes(self.unit.flats, "compute", rung)
+        if source is None and plan.params.tier != "device":
+            # With P in full on the tier there is nothing to climb: it goes where it is used.
+            target = Place.FULL if rung == 0 else Place.SHARD
+            yield self._op(
+                Kind.FETCH, Lane.TIER, Place.SHARD, target, reads=own,
+                tier=plan.params.tier, after=(Kind.REFRESH,),
+            )  # fmt: skip
+        if rung > 0:
+            sizes = self._sizes(self.unit.flats, "compute")
+            wire = "" if exact else plan.params.wire
+            yield self._op(
+                Kind.GATHER, Lane.GATHER, Place.SHARD if source is None else Place.KEPT, Place.FULL,
+                hops=_up(hops_between(sizes, rungs, 0, rung, wire)),
+                copies=own, after=(Kind.FETCH, Kind.REFRESH),
+            )  # fmt: skip
+
+    def _keep(self) -> Iterable[Op]:
+        assert self.kept_rung
+        copies = self._bytes(self.unit.flats, "compute", self.kept_rung)
+        yield self._op(
+            Kind.KEEP, source=Place.FULL, target=Place.KEPT, copies=copies, after=_HAVE_VALUES
         )
-        sent = (step.size - 1) * part_bytes
-        hops.append(Hop(index, step.level, step.size, sent, next(filter(None, formats), None)))
-    return tuple(hops)
+
+    def _free(self) -> Iterable[Op]:
+        yield self._op(Kind.FREE, source=Place.FULL, after=_HAVE_VALUES)
+
+    def _drop(self, what: Place) -> Iterable[Op]:
+        yield self._op(Kind.DROP, source=what)
+
+    def _ready(self, synchronises: bool, held: Holds, summed: Holds) -> Iterable[Op]:
+        if not self.trained:
+            return
+        grads = self._bytes(self.trained, "reduce", 0)
+        yield self._op(Kind.COLLECT, target=Place.GRADS, copies=grads)
+        if synchronises or self.rungs.grads == self.rungs.bottom:
+            yield from self._sum(held, summed)
+        else:
+            yield from self._hold(held)
+
+    def _hold(self, held: Holds) -> Iterable[Op]:
+        """Under ``no_sync``: the hops stop at G's rung, where micro-batches add up."""
+        rungs, tier = self.rungs, self.plan.grads.tier
+        rests = self._bytes(self.trained, "master", rungs.grads)
+        adding = self._bytes(_chosen(self.trained, held), "master", rungs.grads)
+        hops = self._down(0, rungs.grads)
+        away = tier != "device"
+        yield self._op(
+            Kind.REDUCE, Lane.REDUCE, Place.GRADS, Place.HELD, hops=hops, adds=held,
+            # Hops write where sums are held; adding reads what they write to as well.
+            copies=(0 if hops else rests) + adding // 2,
+            reads=adding if away else 0, tier=tier, after=(Kind.COLLECT,),
+        )  # fmt: skip
+        if away:
+            yield self._op(
+                Kind.STORE, Lane.REDUCE, Place.HELD, Place.HELD, writes=rests,
+                tier=tier, after=(Kind.REDUCE,),
+            )  # fmt: skip
+
+    def _sum(self, held: Holds, summed: Holds) -> Iterable[Op]:
+        """The hops go on to the bottom, so that each element is summed in exactly one place.
+
+        Replicas of OS's shard get it back from there: all of them the same bits.
+        """
+        rungs, tier = self.rungs, self.plan.grads.tier
+        joins = held if rungs.grads != rungs.bottom else (False,) * len(held)
+        joining = self._bytes(_chosen(self.trained, joins), "master", rungs.grads)
+        adding = self._bytes(_chosen(self.trained, summed), "master", rungs.optim)
+        rests = self._bytes(self.trained, "master", rungs.optim)
+        hops, away = self._down(0, rungs.bottom), tier != "device"
+        replicates = rungs.optim != rungs.bottom
+        overlaps = not replicates and len(hops) > 1 and any(hop.format for hop in hops)
+        # Alone, a rank sums piece by piece on the way to a disk: no hop needs sums as a whole.
+        in_pieces = tier == "nvme" and rungs.bottom == 0
+        inner = [hop for hop in hops if hop.step < rungs.grads]
+        yield self._op(
+            Kind.REDUCE, Lane.REDUCE, Place.GRADS, Place.SUMS, hops=hops, adds=summed, joins=joins,
+            # What was held is added to, and goes back to where it travels on from.
+            copies=adding // 2 + joining // 2 + joining + (0 if inner else joining),
+            reads=joining + adding if away else 0, writes=rests if in_pieces else 0,
+            tier=tier, after=(Kind.COLLECT,), overlaps=overlaps,
+        )  # fmt: skip
+        if replicates:
+            yield self._op(
+                Kind.REPLICATE, Lane.REDUCE, Place.SUMS, Place.SUMS,
+                hops=_up(self._down(rungs.optim, rungs.bottom)), after=(Kind.REDUCE,),
+            )  # fmt: skip
+        if away and not in_pieces:
+            yield self._op(
+                Kind.STORE, Lane.OUTER if overlaps else Lane.REDUCE, Place.SUMS, Place.SUMS,
+                writes=rests, tier=tier, after=(Kind.REDUCE, Kind.REPLICATE),
+            )  # fmt: skip
+
+    def _down(self, top: int, bottom: int) -> tuple[Hop, ...]:
+        sizes = self._sizes(self.trained, "reduce")
+        return hops_between(sizes, self.rungs, top, bottom, self.plan.grads.wire)
+
+    def _climb(self) -> tuple[Hop, ...]:
+        """The hops of a refresh."""
+        rungs, sizes = self.rungs, self._sizes(self.trained, "compute")
+        if not self.trained or rungs.params == rungs.optim:
+            return ()
+        return _up(hops_between(sizes, rungs, rungs.params, rungs.optim, self.plan.optim.wire))
+
+    def _update(self) -> Iterable[Op]:
+        if not self.trained:
+            return
+        moves = _UpdateMoves()
+        for flat in self.trained:
+            self._move(flat, moves)
+        streams = self.plan.moving_tier is not None
+        yield self._op(
+            Kind.UPDATE, Lane.UPDATE if self.updates_early else Lane.COMPUTE,
+            Place.SUMS, Place.MASTER, reads=moves.reads, writes=moves.writes,
+            tier=self.plan.moving_tier or "device", crossing=(moves.out, moves.back),
+            copies=moves.copies if streams else 0,
+            after=(Kind.REDUCE, Kind.REPLICATE, Kind.STORE),
+        )  # fmt: skip
+        refresh = self._refresh()
+        if refresh is not None:
+            yield refresh
+
+    def _move(self, flat: FlatSpec, moves: "_UpdateMoves") -> None:
+        """What the update of a flat reads from tiers and writes there.
+
+        States in host memory are updated where they are: only gradients come, and the new P leaves.
+        Those on a disk are updated in host memory as well, where gradients and P may be already.
+        """
+        plan, rungs = self.plan, self.rungs
+        params, grads, optim = plan.params.tier, plan.grads.tier, plan.optim.tier
+        separate = has_master(plan, rungs, flat.dtype)
+        word = self._bytes([flat], "master", rungs.optim)
+        own = self._bytes([flat], "compute", rungs.optim)
+        windowed = updates_in_windows(plan, rungs, flat.dtype)
+        copies_out = separate and windowed and not self.sends_differences
+        moves.copies += own if copies_out else 0
+        if optim == "cpu":
+            moves.writes += word if grads == "device" else 0
+            moves.reads += own if params == "device" else 0
+            return
+        if optim == "nvme":
+            moves.reads += (self._optim_words + separate) * word
+            moves.writes += (self._optim_words + separate) * word
+            moves.out += word if grads == "device" else 0
+            moves.back += own if params == "device" else 0
+        here = {"device", "cpu"} if optim == "nvme" else {"device"}
+        moves.reads += word if grads not in here else 0
+        if params not in here:
+            moves.reads += own if not separate else 0  # P itself is the master
+            moves.writes += own if not separate or copies_out else 0
+
+    def _refresh(self) -> Op | None:
+        plan, rungs, hops = self.plan, self.rungs, self._climb()
+        away, by_difference = plan.params.tier != "device", self.sends_differences
+        reads = writes = copies = 0
+        works = masters = False
+        for flat in self.trained:
+            separate = has_master(plan, rungs, flat.dtype)
+            windowed = updates_in_windows(plan, rungs, flat.dtype)
+            own_is_new = windowed and not by_difference
+            if not hops and (own_is_new or not separate):
+                continue  # the update itself wrote P
+            works = True
+            shard = self._bytes([flat], "compute", rungs.params)
+            from_master = by_difference or (separate and not own_is_new)
+            if away:
+                reads += shard if by_difference or own_is_new or not separate else 0
+                writes += shard
+            if from_master:
+                masters = True
+                copies += self._bytes([flat], "compute", rungs.optim)
+                if plan.optim.tier != "device":
+                    reads += self._bytes([flat], "master", rungs.optim)
+        if not works:
+            return None
+        return self._op(
+            Kind.REFRESH, Lane.OUTER if hops else Lane.COMPUTE,
+            Place.MASTER if masters else Place.SHARD, Place.SHARD if self.travels else Place.FULL,
+            hops=hops, reads=reads, writes=writes, copies=copies,
+            tier=plan.params.tier if away else plan.optim.tier, after=(Kind.UPDATE,),
+        )  # fmt: skip
+
+
+class _UpdateMoves:
+    """Bytes of an update, summed over flats."""
+
+    def __init__(self) -> None:
+        self.reads = self.writes = self.out = self.back = self.copies = 0
+
+
+def _up(hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
+    return tuple(reversed(hops))
+
+
+def _chosen(flats: Sequence[FlatSpec], chosen: Holds) -> list[FlatSpec]:
+    return [flat for flat, wanted in zip(flats, chosen, strict=True) if wanted]

@@ -8,8 +8,9 @@ from math import prod
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
+from shardwise.plans.expected import Event, schedule
+from shardwise.plans.ops import Kind, Phase, Trigger
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import Event, Kind, Phase, Trigger, schedule
 
 
 class Use(StrEnum):
@@ -18,7 +19,7 @@ class Use(StrEnum):
     GATHER_FORWARD = "gather forward"
     GATHER_BACKWARD = "gather backward"
     REDUCE = "reduce"
-    SPREAD = "spread"
+    REPLICATE = "replicate"
     REFRESH = "refresh"
 
 
@@ -112,6 +113,5 @@ def _traffic(sent: Counter[tuple[Use, str]], hops: Counter[tuple[Use, str]]) -> 
 
 def _use(kind: Kind, trigger: Trigger) -> Use:
     if kind is Kind.GATHER:
-        forward = trigger is Trigger.BEFORE_FORWARD
-        return Use.GATHER_FORWARD if forward else Use.GATHER_BACKWARD
+        return Use.GATHER_FORWARD if trigger.in_forward else Use.GATHER_BACKWARD
     return Use(kind.value)

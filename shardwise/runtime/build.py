@@ -12,9 +12,10 @@ from shardwise.model.deferred import deferred_seed, forget, is_deferred, materia
 from shardwise.model.inspect import Members
 from shardwise.model.tiling import Tile
 from shardwise.plans.plan import Plan, Rungs, resolve
-from shardwise.plans.schedule import outer_step
-from shardwise.runtime.flat import Flat, ParamSlot, Pools
+from shardwise.plans.schedule import UnitOps, outer_step
+from shardwise.runtime.flat import Flat, Pools
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import guard
 from shardwise.runtime.surface.face import Face, TiledFace
 from shardwise.runtime.unit import Unit
@@ -91,30 +92,19 @@ def _lay_out(
     for index, (unit, unit_spec, rungs) in enumerate(
         zip(members, spec.units, resolved, strict=True)
     ):
+        own = plan.for_unit(unit.name)
         flats = [
-            Flat(flat, rungs, grid.place.rank, plan.for_unit(unit.name), homes, pools, unit.name)
+            Flat(flat, rungs, grid.place.rank, own, homes, pools, unit.name)
             for flat in unit_spec.flats
         ]
-        built = Unit(
-            index,
-            unit_spec,
-            unit.module,
-            rungs,
-            plan.for_unit(unit.name),
-            grid,
-            carriers,
-            flats,
-            encloses=index == 0,
-        )
+        ops = UnitOps(unit_spec, rungs, own, encloses=index == 0)
+        built = Unit(index, unit_spec, unit.module, ops, flats)
         _fill_unit(built, unit, start)
         trim_heap()  # of the full values: they are in parts now
         units.append(built)
     homes.settle()
     homes.trim()  # the buffers of whole parts, which only the laying out needed
-    runtime = Runtime(model, plan, grid, units, pools, carriers, homes)
-    for slot in runtime.slots:
-        slot.runtime = runtime
-    return runtime
+    return Runtime(model, plan, grid, units, pools, carriers, homes)
 
 
 def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Step]:
@@ -132,8 +122,8 @@ def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
     """Moves a unit's values into its parts; never holds more than one parameter beside them."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.has_master:
-            flat.make_master(empty=True)  # it takes values that are not rounded yet
-        with flat.writing() as write:
+            flat.params.make_master(empty=True)  # it takes values that are not rounded yet
+        with flat.params.writing() as write:
             for slot_spec in flat.spec.slots:
                 parameter = unit.params[slot_spec.param.name]
                 slot = start.slot(unit, parameter, slot_spec, flat)
@@ -142,7 +132,7 @@ def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
                 with torch.no_grad():
                     write(slot_spec, value)
                 del value
-                _rest_on(parameter, flat.view(slot_spec))
+                _rest_on(parameter, flat.params.view(slot_spec))
                 guard.own(parameter, slot)
                 flat.slots.append(slot)
                 built.slots.append(slot)
@@ -247,9 +237,7 @@ def restore(runtime: Runtime) -> None:
     runtime.removers.clear()
     wholes: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
-        if unit.travels:
-            unit.gather(exact=True)
-        unit.settle()
+        runtime.open(unit)
         for slot in unit.slots:
             guard.set_raw_grad(slot.parameter, None)
             if slot.face.is_tiled:
@@ -258,7 +246,7 @@ def restore(runtime: Runtime) -> None:
                 slot.parameter.data = slot.parameter.detach().clone()
             guard.disown(slot.parameter)
         if unit.is_tile:
-            unit.free()
+            runtime.close(unit)
     for parameter, value in wholes.items():
         guard.open_up([parameter])
         guard.set_raw_grad(parameter, None)

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.model.projection import Unread, read
 from shardwise.model.tiling import Tile
-from shardwise.runtime.flat import ParamSlot
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads, guard
 from shardwise.runtime.unit import Unit
 
@@ -59,7 +59,7 @@ class Call:
         self._inputs.clear()
 
     def _outputs_reached(self, grad: torch.Tensor) -> None:
-        self._runtime.before_backward(self._unit, self)
+        self._runtime.backward.before(self._unit, self)
 
     def _input_reached(self, grad: torch.Tensor) -> None:
         self._missing -= 1
@@ -70,9 +70,9 @@ class Call:
                 handle.remove()
             self._handles.clear()
             self.leaves_by_inputs = False
-            if not self._runtime.has_all_grads(self._unit):
+            if not self._runtime.forward.uses.has_all_grads(self._unit):
                 return
-        self._runtime.after_backward(self._unit, self)
+        self._runtime.backward.after(self._unit, self)
 
 
 def install(runtime: Runtime) -> None:
@@ -80,7 +80,7 @@ def install(runtime: Runtime) -> None:
     for unit in runtime.units:
         _install_unit(runtime, unit)
         for slot in unit.slots:
-            if slot.spec.param.requires_grad:
+            if slot.is_trained:
                 install = _install_tile if unit.is_tile else _install_slot
                 install(runtime, slot)
         if unit.travels:
@@ -103,12 +103,12 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
         # One by one: what forward may change must stay the caller's own object.
         args = tuple(read(value) for value in args)
         kwargs = {name: read(value) for name, value in kwargs.items()}
-        runtime.before_forward(unit)
+        runtime.forward.before(unit)
         if unit.encloses:
             args, kwargs = _cast_inputs(runtime, (args, kwargs))
         if torch.is_grad_enabled():
             call = Call(runtime, unit)
-            if not unit.external:
+            if not runtime.issuer.units[unit.index].external:
                 call.watch_inputs((args, kwargs))
             calls[-1] = call
         return args, kwargs
@@ -118,7 +118,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
             return  # it was not admitted, or an earlier hook of somebody else raised before ours
         if (call := calls.pop()) is not None:
             call.watch_outputs(output)
-        runtime.after_forward(unit)
+        runtime.forward.after(unit)
 
     _hook_forward(runtime, unit.module, pre, post)
     runtime.forgets.append(calls.clear)
@@ -130,7 +130,7 @@ def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
 
     def before(grad: torch.Tensor) -> None:
         if (slot := watched()) is not None:
-            slot.runtime.begin_backward()
+            slot.runtime.backward.begin()
             grads.make_room(slot)
 
     def after(*_: object) -> None:
@@ -152,7 +152,7 @@ def _install_tile(runtime: Runtime, slot: ParamSlot) -> None:
 
     def deliver(grad: torch.Tensor) -> None:
         if (slot := watched()) is not None:
-            slot.runtime.begin_backward()
+            slot.runtime.backward.begin()
             slot.runtime.backward.arrive(slot, grad)
 
     tile.deliver = deliver
@@ -162,10 +162,10 @@ def _install_lone(runtime: Runtime, module: nn.Module) -> None:
     """A module with parameters of the root unit, in case it is called without the model."""
 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
-        runtime.before_lone_forward()
+        runtime.forward.before_lone()
 
     def post(module: nn.Module, args: Any, output: Any) -> None:
-        runtime.after_lone_forward()
+        runtime.forward.after_lone()
 
     _hook_forward(runtime, module, pre, post)
 

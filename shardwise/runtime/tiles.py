@@ -46,7 +46,7 @@ class _Forward:
     def __call__(self, input: Tensor) -> Tensor:
         if self._face.is_open:
             return self._with_whole(input)
-        return in_tiles(self._face.whole, self._layer, input, self._runtime.late_forward)
+        return in_tiles(self._face.whole, self._layer, input, self._runtime.forward.late)
 
     def _with_whole(self, input: Tensor) -> Tensor:
         """Inside ``full_params`` the user may have changed the values, so those count."""

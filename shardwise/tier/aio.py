@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.core.errors import UsageError
+from shardwise.core.meter import current
 
 BLOCK_BYTES = 8 << 20
 """What one system call moves. After each one a thread needs the GIL and a core, for which it waits
@@ -56,6 +57,8 @@ class Move:
     ) -> None:
         self.work, self.writes = work, writes
         self.tensor = tensor
+        self.meter = current()
+        """Of the operation that this is a part of."""
         self.address = tensor.data_ptr()
         self.begin, self.end = begin, begin + tensor.nbytes
         self.span = (self.begin, self.end)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.errors import UsageError
+from shardwise.core.meter import count_moved
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.trace import span
 from shardwise.tier.aio import BLOCK_BYTES, Move, Movers, Scratch
@@ -230,6 +231,7 @@ class NvmeStore:
         track = threading.current_thread().name.removeprefix("shardwise-")
         with span(track, f"{'write' if move.writes else 'read'} {entry.record.label}"):
             moves(entry, move, begin, end, scratch)
+        count_moved(move.meter, end - begin, writes=move.writes)
 
     def _leave(self) -> None:
         """In a forked child: file and folder are the parent's, and so are the threads."""

@@ -200,6 +200,17 @@ class PartOf:
         pass
 
 
+@contextmanager
+def on_device(part: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+    """A part where hops can take it: itself, or a copy that comes back at the end."""
+    if part.device.type == device.type:
+        yield part
+        return
+    copy = part.to(device)
+    yield copy
+    part.copy_(copy)
+
+
 class Writes:
     """Writes that are under way, and the memory that they hold."""
 

@@ -11,7 +11,8 @@ from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Level, Topology
 from shardwise.plans import presets
 from shardwise.plans.plan import Plan, Precision, resolve
-from shardwise.plans.schedule import Event, Kind, Phase, Trigger, schedule
+from shardwise.plans.expected import Event, schedule
+from shardwise.plans.ops import Kind, Phase, Trigger
 from shardwise.plans.traffic import Traffic, Use, step_phases, step_traffic
 from shardwise.plans.validate import legal_plans
 

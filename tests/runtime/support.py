@@ -170,10 +170,10 @@ def assert_at_rest(model: nn.Module) -> None:
     for unit in runtime_of(model).units:
         if unit.travels:
             assert unit.state is State.RESTING, unit
-            assert not any(flat.full.filled for flat in unit.flats), unit
-        assert not unit.leases, unit
-        assert not unit.running, unit
-        assert not unit.in_backward, unit
+            assert not any(flat.params.full.filled for flat in unit.flats), unit
+    for held in runtime_of(model).issuer.units:
+        assert not held.leases, held
+        assert not held.busy, held
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.trace import Trace, recording
 from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
-from shardwise.plans.schedule import Kind, Op
+from shardwise.plans.ops import Kind, Op
 from shardwise.runtime.optimizer.windows import WindowedUpdate
 from tests.models import (
     SharedLayers,

@@ -386,7 +386,9 @@ def test_parts_are_read_ahead_of_their_use(tmp_path, monkeypatch):
     model, optimizer = sharded(tmp_path)
     one_step(model, optimizer, 0)  # recorded
     read = Stored.read_into
-    names = {id(flat.part): unit.name for unit in runtime_of(model).units for flat in unit.flats}
+    names = {
+        id(flat.params.shard): unit.name for unit in runtime_of(model).units for flat in unit.flats
+    }
 
     def noted(self, out):
         events.append(f"read {names[id(self)]}")
@@ -413,7 +415,7 @@ def test_deferred_models_go_straight_to_the_disk(tmp_path):
         model = TinyGPT().double()
     sw.shard(model, plan=tiered(sw.presets.zero3(), str(tmp_path)))
     runtime = runtime_of(model)
-    assert not any(flat.part.is_resident for unit in runtime.units for flat in unit.flats)
+    assert not any(flat.params.shard.is_resident for unit in runtime.units for flat in unit.flats)
     torch.manual_seed(0)
     expected = TinyGPT().double()
     assert largest_difference(sw.state_dict(model), expected.state_dict()) == 0
@@ -427,7 +429,7 @@ def test_cpu_and_device_are_one_memory_here():
     optimizer = adamw(model)
     sw.shard(model, optimizer, plan)
     runtime = runtime_of(model)
-    assert all(flat.part.is_resident for unit in runtime.units for flat in unit.flats)
+    assert all(flat.params.shard.is_resident for unit in runtime.units for flat in unit.flats)
     assert not runtime.root.trained[0].updates_in_windows
 
 

@@ -70,7 +70,7 @@ def assert_replicas_agree(model, label: object) -> None:
     runtime.grid.drain()
     for unit in runtime.units:
         for flat in unit.flats:
-            mine_here = (flat.part_at, flat.part.tensor.clone())
+            mine_here = (flat.part_at, flat.params.shard.tensor.clone())
             seen: list = [None] * dist.get_world_size()
             dist.all_gather_object(seen, mine_here)
             held: dict = {}

@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.errors import UsageError
 from shardwise.runtime.activations.offload import Moved, Offload, OnDisk, OnHost
 from shardwise.runtime.hooks import tensors_in
-from shardwise.runtime.runtime import Runtime, in_autograd
+from shardwise.runtime.passes import in_autograd
+from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import guard
 from shardwise.tier.pool import Pool
 from shardwise.tier.store import Store

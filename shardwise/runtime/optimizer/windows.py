@@ -27,16 +27,19 @@ from torch.optim import Optimizer
 
 from shardwise.comm.lane import HOST, wait_on_host
 from shardwise.core.errors import UsageError
+from shardwise.core.meter import Meter, counting, current
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
-from shardwise.plans.schedule import Kind, Phase, Trigger
-from shardwise.runtime.flat import Flat, ParamSlot
+from shardwise.runtime.flat import Flat
+from shardwise.runtime.optimizer.at_rest import StatesAtRest, is_per_element
+from shardwise.runtime.optimizer.kinds import fused_options
 from shardwise.runtime.runtime import Runtime
-from shardwise.runtime.surface.face import State, show_state
+from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.surface.face import State
 from shardwise.runtime.unit import Unit
 from shardwise.tier.memory import trim_heap
-from shardwise.tier.rest import Loan, Rest
+from shardwise.tier.rest import Loan
 
 _GROUPS = threading.Lock()
 """Held while an optimizer's groups list pieces: two sharded models may share it."""
@@ -73,12 +76,9 @@ class WindowedUpdate:
     def __init__(self, runtime: Runtime, optimizer: Optimizer, slots: list[ParamSlot]) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._slots = dict.fromkeys(slots)
-        self._rests: dict[Flat, dict[str, Rest]] = {}
-        """What the optimizer keeps for every element."""
-        self._numbers: dict[ParamSlot, State] = {}
-        """What it keeps for a parameter as a whole; a parameter is absent before its first step."""
-        self._tensors: dict[ParamSlot, set[str]] = {}
-        """The names of what it keeps for every element of a parameter."""
+        self.states = StatesAtRest(optimizer)
+        self.meters: dict[str, Meter] = {}
+        """What each unit's update moves, by its name: windows are read before their turn."""
         self._queue: deque[_Window] = deque()
         self._coming: _Window | None = None
         self._members: set[nn.Parameter] = set()
@@ -100,21 +100,23 @@ class WindowedUpdate:
         if not self.updated:
             self._open()
         units = [unit for unit in self._runtime.units if unit not in self.updated]
+        self.meters = {unit.name: Meter() for unit in units}
         self._queue = deque(self._windows(units))
         self._coming = self._load(self._queue[0]) if self._queue else None
 
-    def update(self, unit: Unit) -> set[Flat]:
-        """Updates one unit; returns the flats whose own elements of P are new by that."""
+    def update(self, unit: Unit) -> Ticket:
+        """Updates one unit, while the next window is read and the last one written."""
         while self._queue and self._queue[0].unit is unit:
             window = self._queue.popleft()
             assert window is self._coming
             self._coming = self._load(self._queue[0]) if self._queue else None
             self._update(window)
-        return {
-            flat
-            for flat in unit.trained
-            if flat.updates_in_windows and not self._by_difference(unit, flat)
-        }
+        return DONE
+
+    def new_shards(self, unit: Unit) -> set[Flat]:
+        """The flats whose own elements of P are new by the update itself."""
+        by_difference = unit.ops.sends_differences
+        return {flat for flat in unit.trained if flat.updates_in_windows and not by_difference}
 
     def end(self) -> None:
         """The step is over, or will never be."""
@@ -126,14 +128,19 @@ class WindowedUpdate:
 
     # --- beside backward ----------------------------------------------------------------------
 
-    def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
-        """Begins to update a unit; its gradients are there after ``reduced``."""
+    def moves(self, unit: Unit) -> bool:
+        """Whether an update beside backward would change anything of a unit."""
         if not self.updated:
             with _GROUPS:  # of an optimizer that another model's backward may be stepping
                 self._open()
-        moving = [slot for slot in unit.slots if slot in self._slots and self._moves(slot)]
-        if not moving:
-            return DONE
+        return bool(self._moving(unit))
+
+    def _moving(self, unit: Unit) -> list[ParamSlot]:
+        return [slot for slot in unit.slots if slot in self._slots and self._moves(slot)]
+
+    def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
+        """Begins to update a unit; its gradients are there after ``reduced``."""
+        moving = self._moving(unit)
         self.updated.add(unit)
         self._spent += moving
         for slot in moving:
@@ -180,7 +187,7 @@ class WindowedUpdate:
         groups = self._optimizer.param_groups
         self._members = {p for group in groups for p in group["params"]}
         self._options = _options(self._optimizer)
-        self._before = {slot: dict(numbers) for slot, numbers in self._numbers.items()}
+        self._before = {slot: dict(numbers) for slot, numbers in self.states.numbers.items()}
 
     def _moves(self, slot: ParamSlot) -> bool:
         return (slot.has_grad or slot.used) and slot.face.parameter in self._members
@@ -189,7 +196,7 @@ class WindowedUpdate:
         unit = window.unit
         with span("update", f"update {unit.name}"), _GROUPS:
             self._step(window)
-        self._give_back(window, updates_params=not self._by_difference(unit, window.flat))
+        self._give_back(window, updates_params=not unit.ops.sends_differences)
 
     def _windows(self, units: Iterable[Unit]) -> Iterator[_Window]:
         for unit in units:
@@ -208,20 +215,21 @@ class WindowedUpdate:
 
     def _load(self, window: _Window) -> _Window:
         """Begins to read all that an update needs."""
-        self._lend_grad(window)
-        self._lend_states(window)
+        with counting(self.meters.get(window.unit.name) or current()):
+            self._lend_grad(window)
+            self._lend_states(window)
         return window
 
     def _lend_grad(self, window: _Window) -> None:
-        assert window.flat.reduced is not None
-        window.grad = window.flat.reduced.lend(*window.inside)
+        assert window.flat.grads.summed is not None
+        window.grad = window.flat.grads.summed.lend(*window.inside)
 
     def _lend_states(self, window: _Window) -> None:
         flat, (start, stop) = window.flat, window.inside
-        assert flat.master is not None
-        window.master = flat.master.lend(start, stop)
-        if any(slot in self._numbers for slot in window.slots):
-            rests = self._rests.get(flat, {})
+        assert flat.params.master is not None
+        window.master = flat.params.master.lend(start, stop)
+        if any(slot in self.states.numbers for slot in window.slots):
+            rests = self.states.rests.get(flat, {})
             window.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
 
     def _step(self, window: _Window) -> None:
@@ -229,8 +237,8 @@ class WindowedUpdate:
         assert window.master is not None
         assert window.grad is not None
         master, grad = window.master.wait(), window.grad.wait()
-        if window.flat.grad_factor != 1.0:
-            grad = grad.mul_(window.flat.grad_factor)  # a copy of what is stored
+        if window.flat.grads.factor != 1.0:
+            grad = grad.mul_(window.flat.grads.factor)  # a copy of what is stored
         grad = grad.to(master.device)
         for loan in window.states.values():
             loan.wait()
@@ -254,13 +262,11 @@ class WindowedUpdate:
             for key, value in self._before[slot].items()
         }
         return numbers | {
-            key: window.of(slot, window.states[key].tensor) for key in self._tensors[slot]
+            key: window.of(slot, window.states[key].tensor) for key in self.states.tensors[slot]
         }
 
     def _run(self, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
         """The optimizer steps with pieces in its groups; no hook of anybody runs."""
-        from shardwise.runtime.optimizer.takeover import fused_options
-
         optimizer = self._optimizer
         saved = []
         for group in optimizer.param_groups:
@@ -280,19 +286,19 @@ class WindowedUpdate:
         """Takes what the optimizer keeps for a piece: numbers here, tensors to where they rest."""
         start, stop = window.inside
         shape = window.of(slot, window.master.tensor).shape  # type: ignore[union-attr]
-        numbers, tensors = self._forget(slot)
+        numbers, tensors = self.states.forget(slot)
         for key, value in state.items():
-            if not _is_per_element(value, shape):
+            if not is_per_element(value, shape):
                 numbers[key] = value
                 continue
             tensors.add(key)
             if key not in window.states:
-                rest = self._rest(window.flat, key, value.dtype)
+                rest = self.states.rest(window.flat, key, value.dtype)
                 window.states[key] = rest.lend(start, stop, reads=False)
             place = window.of(slot, window.states[key].tensor)
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
-        self._show(slot)
+        self.states.show(slot)
 
     def _give_back(self, window: _Window, *, updates_params: bool) -> None:
         flat, (start, stop) = window.flat, window.inside
@@ -300,7 +306,7 @@ class WindowedUpdate:
         assert window.grad is not None
         if flat.has_master and updates_params:
             first = flat.own.start + start
-            copy = flat.part.lend(first, first + stop - start, reads=False)
+            copy = flat.params.shard.lend(first, first + stop - start, reads=False)
             copy.tensor.copy_(window.master.tensor)
             copy.give_back(changed=True)
         window.grad.give_back(changed=False)
@@ -308,12 +314,7 @@ class WindowedUpdate:
         for loan in window.states.values():
             loan.give_back(changed=True)
 
-    def _by_difference(self, unit: Unit, flat: Flat) -> bool:
-        op = unit.op(Phase.ONLY, Trigger.STEP, Kind.REFRESH)
-        formats = [flat.format(hop) for hop in op.hops] if op is not None else []
-        return any(format is not None and format.delta for format in formats)
-
-    # --- states -------------------------------------------------------------------------------
+    # --- before the first step ------------------------------------------------------------------
 
     def reserve(self) -> None:
         """Takes all room before the first step, so that a disk that is too small is told now.
@@ -330,74 +331,14 @@ class WindowedUpdate:
             probe.grad = torch.zeros_like(probe)
             self._run({slots[0].face.parameter: probe})
             for key, value in self._optimizer.state.pop(probe, {}).items():
-                if _is_per_element(value, probe.shape):
+                if is_per_element(value, probe.shape):
                     for slot in slots:
-                        self._rest(slot.flat, key, value.dtype)
+                        self.states.rest(slot.flat, key, value.dtype)
             for slot in slots:
-                slot.flat.make_reduced()
+                slot.flat.grads.make_sums()
 
     def covers(self, slot: ParamSlot) -> bool:
         return slot in self._slots
-
-    def state_of(self, slot: ParamSlot) -> State:
-        """A parameter's state with values; empty before its first step."""
-        if slot not in self._numbers:
-            return {}
-        state = dict(self._numbers[slot])
-        start = slot.segment.start - slot.flat.optim_at.start
-        for key in self._tensors[slot]:
-            loan = self._rests[slot.flat][key].lend(start, start + slot.segment.numel)
-            state[key] = loan.wait().clone()
-            loan.give_back(changed=False)
-        return state
-
-    def set_state(self, slot: ParamSlot, state: State | None) -> None:
-        """Overwrites a parameter's state; None: as before its first step."""
-        numbers, tensors = self._forget(slot)
-        show_state(self._optimizer, slot, None)
-        if state is None or not slot.segment.numel:
-            del self._numbers[slot]
-            return
-        start = slot.segment.start - slot.flat.optim_at.start
-        for key, value in state.items():
-            if not _is_per_element(value, slot.part_shape):
-                numbers[key] = value
-                continue
-            tensors.add(key)
-            rest = self._rest(slot.flat, key, value.dtype)
-            loan = rest.lend(start, start + slot.segment.numel, reads=False)
-            loan.tensor.copy_(value.reshape(-1))
-            loan.give_back(changed=True)
-        self._show(slot)
-
-    def free(self) -> None:
-        """Gives the states' places back."""
-        for rests in self._rests.values():
-            for rest in rests.values():
-                rest.free()
-        self._rests.clear()
-        self._numbers.clear()
-
-    def _forget(self, slot: ParamSlot) -> tuple[State, set[str]]:
-        """Empty records of a parameter's state, to be filled."""
-        self._numbers[slot], self._tensors[slot] = {}, set()
-        return self._numbers[slot], self._tensors[slot]
-
-    def _rest(self, flat: Flat, key: str, dtype: torch.dtype) -> Rest:
-        rests = self._rests.setdefault(flat, {})
-        if key not in rests:
-            rests[key] = flat.make_state(key, dtype)
-        return rests[key]
-
-    def _show(self, slot: ParamSlot) -> None:
-        """What ``optimizer.state`` shows: numbers, and tensors that have a shape but no values."""
-        shown = {
-            key: torch.empty(
-                slot.part_shape, dtype=self._rests[slot.flat][key].dtype, device="meta"
-            )
-            for key in self._tensors[slot]
-        }
-        show_state(self._optimizer, slot, self._numbers[slot] | shown)
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -422,7 +363,3 @@ def _same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
         one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
         for one, other in zip(before, now, strict=True)
     )
-
-
-def _is_per_element(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape

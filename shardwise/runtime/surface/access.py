@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwise.core.errors import UsageError
-from shardwise.plans.schedule import Hop
-from shardwise.runtime.flat import Flat, OpenGrads, ParamSlot, torch_dtype
+from shardwise.plans.ops import Hop
+from shardwise.runtime.flat import Flat, torch_dtype
+from shardwise.runtime.gradients import OpenGrads
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads
 from shardwise.runtime.surface.face import TiledFace, shown_state
 from shardwise.runtime.unit import State, Unit
@@ -28,16 +30,16 @@ def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[No
     units = [u for u in runtime.units if any(slot.face.parameter in inside for slot in u.slots)]
     for unit in units:
         if unit.travels and unit.state is State.RESTING and not unit.is_tile:
-            unit.gather(exact=True)
+            runtime.open(unit)
         unit.settle()
     for face in runtime.faces:
         if isinstance(face, TiledFace) and face.parameter in inside and not face.is_open:
             _fill(runtime, face)
-    runtime.opened += 1
+    runtime.issuer.opened += 1
     try:
         yield
     finally:
-        runtime.opened -= 1
+        runtime.issuer.opened -= 1
         if write:
             _write_back(runtime, units)
         if not runtime.opened:
@@ -72,24 +74,24 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
                 if unit.travels:
                     continue
                 slot.parameter.view(-1).copy_(value)
-            unit.bump()
+            runtime.changed(unit)
 
 
 def _take(slot: ParamSlot, value: torch.Tensor) -> None:
     """Writes a parameter, but leaves a master of its own alone where the value did not change."""
     flat = slot.flat
-    if flat.master is None or not flat.has_master or not slot.segment.numel:
-        flat.write(slot.spec, value)
+    if flat.params.master is None or not flat.has_master or not slot.segment.numel:
+        flat.params.write(slot.spec, value)
         return
-    with flat.master.use() as whole:
+    with flat.params.master.use() as whole:
         exact = slot.of(whole, flat.optim_at).clone()  # type: ignore[union-attr]
     old = exact.to(flat.dtypes.compute)
     if slot.unit.travels:  # else P's memory is what the user wrote to; only the master still knows
         own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
-        with flat.part.use() as part:
+        with flat.params.shard.use() as part:
             old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
-    flat.write(slot.spec, value)
-    with flat.master.use(writes=True) as whole:
+    flat.params.write(slot.spec, value)
+    with flat.params.master.use(writes=True) as whole:
         master = slot.of(whole, flat.optim_at)
         assert master is not None
         unchanged = old == master.to(flat.dtypes.compute)
@@ -102,7 +104,7 @@ def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str,
     keeps = runtime.grid.place.rank == 0 or not rank0_only
     values: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
-        if master and any(flat.master is not None for flat in unit.flats):
+        if master and any(flat.params.master is not None for flat in unit.flats):
             for slot, value in _collect_master(runtime, unit, keeps).items():
                 slot.face.place(values, slot, value)
         else:
@@ -123,24 +125,24 @@ def _gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
     """One unit in full, for a moment."""
     resting = unit.state is State.RESTING
     if resting:
-        unit.gather(exact=True)
+        runtime.open(unit)
     unit.settle()
     try:
         yield
     finally:
         if resting and (unit.is_tile or not runtime.opened):
-            unit.free()
+            runtime.close(unit)
 
 
 def _collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot, torch.Tensor]:
     """A unit's values in the master's precision, if this rank ``keeps`` them."""
     found = {}
     for flat in unit.flats:
-        rest, rung = (flat.part, unit.rungs.params)
-        if flat.master is not None:
+        rest, rung = (flat.params.shard, unit.rungs.params)
+        if flat.params.master is not None:
             unit.settle()
             runtime.grid.drain()
-            rest, rung = flat.master, unit.rungs.optim
+            rest, rung = flat.params.master, unit.rungs.optim
         with rest.use() as part:
             whole = _gather_whole(runtime, unit, flat, part, rung)
         for slot in flat.slots if keeps else ():
@@ -182,9 +184,9 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
         for flat in unit.trained:
             if not any(slot.has_grad for slot in flat.slots):
                 continue
-            with flat.open_grads() as opened:
-                assert opened.reduced is not None
-                whole = _gather_whole(runtime, unit, flat, opened.reduced, unit.rungs.optim)
+            with flat.grads.open() as opened:
+                assert opened.summed is not None
+                whole = _gather_whole(runtime, unit, flat, opened.summed, unit.rungs.optim)
             for slot in flat.slots:
                 if slot.has_grad:
                     slot.face.place(found, slot, whole[slot.spec.interval.relative_to(0)])
@@ -195,10 +197,10 @@ def feedback_state(runtime: Runtime) -> dict[str, torch.Tensor]:
     """What this rank's error feedback will add to the next gradients, by unit and flat."""
     runtime.require_idle("feedback_state")
     return {
-        f"{unit.name}/{index}": flat.lost.clone()
+        f"{unit.name}/{index}": flat.grads.lost.clone()
         for unit in runtime.units
         for index, flat in enumerate(unit.flats)
-        if flat.lost is not None
+        if flat.grads.lost is not None
     }
 
 
@@ -217,7 +219,7 @@ def load_feedback_state(runtime: Runtime, state: dict[str, torch.Tensor]) -> Non
                 "on this rank; it loads only under the plan, ranks and model that it comes from."
             )
     for name, flat in flats.items():
-        flat.lost = state[name].clone() if name in state else None
+        flat.grads.lost = state[name].clone() if name in state else None
 
 
 def optim_state_dict(runtime: Runtime, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
@@ -297,7 +299,7 @@ def clip_grad_norm_(
         raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
     foreach = _takes_foreach(runtime, foreach)
     runtime.require_idle("clip_grad_norm_", before_step=True)
-    if math.isfinite(max_norm) and any(unit.updates_in_backward for unit in runtime.units):
+    if math.isfinite(max_norm) and any(unit.ops.updates_early for unit in runtime.units):
         raise UsageError(
             "clip_grad_norm_ comes too late: tiers.update = 'backward' in the plan updates units "
             "before the norm of all gradients is known; set it to 'step', or pass math.inf for the "
@@ -325,10 +327,10 @@ def _scale_grads(runtime: Runtime, factor: float, foreach: bool) -> None:
         parts: list[torch.Tensor] = []
         for unit in runtime.units:
             for flat in unit.trained:
-                if flat.grads_are_resident:
-                    parts += _grad_parts(stack.enter_context(flat.open_grads(writes=True)))
+                if flat.grads.is_resident:
+                    parts += _grad_parts(stack.enter_context(flat.grads.open(writes=True)))
                 else:
-                    flat.scale_grads(factor)  # when it is next in memory
+                    flat.grads.scale(factor)  # when it is next in memory
         if foreach and parts:
             torch._foreach_mul_(parts, factor)
         elif not foreach:
@@ -356,7 +358,7 @@ def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
 
 def _grad_parts(opened: OpenGrads) -> list[torch.Tensor]:
     """This rank's parts of a flat's reduced gradients, without padding."""
-    parts = [opened.reduced_of(slot) for slot in opened.flat.slots if slot.has_grad]
+    parts = [opened.summed_of(slot) for slot in opened.flat.slots if slot.has_grad]
     return [part for part in parts if part is not None]
 
 
@@ -368,8 +370,8 @@ def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tens
         counted = []
         for unit in runtime.units:
             for flat in unit.trained if _is_first_replica(unit, rank) else ():
-                if flat.grads_are_resident:
-                    counted += _grad_parts(stack.enter_context(flat.open_grads()))
+                if flat.grads.is_resident:
+                    counted += _grad_parts(stack.enter_context(flat.grads.open()))
                 else:
                     norms += _stored_norms(flat, norm_type, foreach)
         norms += _norms(counted, norm_type, foreach)
@@ -391,10 +393,10 @@ def _norms(parts: list[torch.Tensor], norm_type: float, foreach: bool) -> list[t
 
 def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Tensor]:
     """Norms of gradients on a disk: those taken on the way there, or read back one by one."""
-    known = [flat.grad_norms.get(slot) for slot in flat.slots if slot.has_grad]
-    if norm_type == 2.0 and flat.grad_norms:
-        return [norm * flat.grad_factor for norm in known if norm is not None]
-    with flat.open_grads() as opened:
+    known = [flat.grads.norms.get(slot) for slot in flat.slots if slot.has_grad]
+    if norm_type == 2.0 and flat.grads.norms:
+        return [norm * flat.grads.factor for norm in known if norm is not None]
+    with flat.grads.open() as opened:
         return _norms(_grad_parts(opened), norm_type, foreach)
 
 

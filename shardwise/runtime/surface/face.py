@@ -19,7 +19,7 @@ from shardwise.tier.memory import SwappedBuffer
 from shardwise.tier.pool import Pool
 
 if TYPE_CHECKING:
-    from shardwise.runtime.flat import ParamSlot
+    from shardwise.runtime.slot import ParamSlot
 
 State = dict[str, Any]
 TILES = "tiles"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.core.errors import UsageError
-from shardwise.runtime.flat import Flat, ParamSlot
+from shardwise.runtime.flat import Flat
+from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import guard
 from shardwise.runtime.surface.face import Face
 from shardwise.tier.rest import Resident
@@ -95,12 +96,12 @@ def _handle(slot: ParamSlot) -> torch.Tensor:
     flat, rungs = slot.flat, slot.flat.rungs
     place = slot.spec.interval.relative_to(0)
     alike = flat.dtypes.master == flat.dtypes.compute and not slot.face.is_tiled
-    if slot.unit.updates_in_backward:  # writing into it would change nothing
+    if slot.unit.ops.updates_early:  # writing into it would change nothing
         return _guarded(slot.face)
-    if alike and flat.holds != flat.reduced_valid:
-        whole = flat.held if flat.holds and rungs.grads == 0 else None
-        if flat.reduced_valid and rungs.optim == 0:
-            whole = flat.reduced
+    if alike and flat.grads.holds != flat.grads.has_sums:
+        whole = flat.grads.held if flat.grads.holds and rungs.grads == 0 else None
+        if flat.grads.has_sums and rungs.optim == 0:
+            whole = flat.grads.summed
         if isinstance(whole, Resident) and whole.tensor.device == slot.parameter.device:
             return whole.tensor[place].view(slot.spec.param.shape)
     return _guarded(slot.face)
@@ -121,10 +122,10 @@ def _forget(slots: list[ParamSlot]) -> None:
         flats.setdefault(slot.flat, []).append(slot)
     for flat, forgotten in flats.items():
         if not any(slot.has_grad for slot in flat.slots):
-            flat.holds = flat.reduced_valid = False
+            flat.grads.holds = flat.grads.has_sums = False
             continue
         # The others go on adding, so an absent gradient has to read as zero.
-        with flat.open_grads(writes=True) as opened:
+        with flat.grads.open(writes=True) as opened:
             for slot in forgotten:
                 for part in opened.of(slot):
                     part.zero_()
@@ -135,12 +136,12 @@ def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
     if isinstance(grad, guard.GuardedGrad):
         raise UsageError(f"'{slot.name}' was given the gradient of another parameter.")
     flat = slot.flat
-    if not flat.reduced_valid:
-        with flat.make_reduced().use(reads=False, writes=True) as reduced:
+    if not flat.grads.has_sums:
+        with flat.grads.make_sums().use(reads=False, writes=True) as reduced:
             reduced.zero_()
-        flat.reduced_valid, flat.grad_factor = True, 1.0
-    with flat.open_grads(writes=True) as opened:
-        part = opened.reduced_of(slot)
+        flat.grads.has_sums, flat.grads.factor = True, 1.0
+    with flat.grads.open(writes=True) as opened:
+        part = opened.summed_of(slot)
         if part is not None:
             dense = grad.to_dense() if grad.is_sparse else grad
             part.copy_(dense.detach().reshape(-1)[slot.own])

@@ -373,13 +373,13 @@ def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         else:
             whole.append(grad)
     with ExitStack() as stack:
-        for home in [home for home in homes if home.grads_are_resident]:
-            opened = stack.enter_context(home.open_grads(writes=True))
+        for home in [home for home in homes if home.grads.is_resident]:
+            opened = stack.enter_context(home.grads.open(writes=True))
             whole += [part for slot in homes.pop(home) for part in opened.of(slot)]
         if whole:
             yield whole
     for home, slots in homes.items():
-        with home.open_grads(writes=True) as opened:
+        with home.grads.open(writes=True) as opened:
             if parts := [part for slot in slots for part in opened.of(slot)]:
                 yield parts
 

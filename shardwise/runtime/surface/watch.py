@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
-from shardwise.runtime.flat import ParamSlot
+from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import Face
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Resident:
 
     def __init__(self, slot: ParamSlot) -> None:
         self._slot = slot
-        self._home = slot.flat.view(slot.spec)
+        self._home = slot.flat.params.view(slot.spec)
         self._version = slot.parameter._version
 
     def look(self) -> None:
@@ -91,11 +91,11 @@ class _Resident:
     def _follow(self) -> None:
         """Masters of another dtype take what changed; elsewhere they keep their precision."""
         flat = self._slot.flat
-        if flat.master is None or not flat.has_master or not self._slot.segment.numel:
+        if flat.params.master is None or not flat.has_master or not self._slot.segment.numel:
             return
         start = self._slot.spec.interval.start
         value = self._home.reshape(-1)[self._slot.segment.relative_to(start)]
-        with flat.master.use(writes=True) as whole:
+        with flat.params.master.use(writes=True) as whole:
             master = self._slot.of(whole, flat.optim_at)
             assert master is not None
             changed = master.to(value.dtype) != value
@@ -143,6 +143,6 @@ def _watch_loading(runtime: "Runtime", module: nn.Module, faces: dict[nn.Paramet
 
 def _load(slot: ParamSlot, value: torch.Tensor) -> None:
     resident = not slot.unit.travels
-    separate = slot.flat.master is not None and slot.flat.has_master
+    separate = slot.flat.params.master is not None and slot.flat.has_master
     if resident and separate and value.shape == slot.parameter.shape:
         slot.runtime.write(slot, value)

@@ -1,0 +1,420 @@
+"""The issuer: which operations are issued at a trigger, and what must be there before going on.
+
+The one place that decides, for the runtime and for the simulator alike. At run time hooks fire the
+triggers and ``runtime/execute.py`` does what is issued; ``expected.py`` fires those of an expected
+pass, whose events are priced, printed and compared with what happened. Pure Python: it knows what
+each unit holds, never the memory that holds it.
+
+[Note: Distances]
+Parameters are gathered ``prefetch`` units ahead of their use; what rests on a tier is fetched as
+many units before that. In backward a gather ahead waits until a unit has given its buffer back: the
+gradient that ends one unit's backward begins the next one's first, and for that moment both are
+gathered. At most ``REDUCTIONS_IN_FLIGHT`` units' full gradients travel while another one fills.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shardwise.plans.ops import Kind, Op, Phase, Place, Trigger
+from shardwise.plans.schedule import Holds, Ops, UnitOps
+from shardwise.plans.walk import Hold, Walk
+
+REDUCTIONS_IN_FLIGHT = 2
+"""At most this many units' full gradients travel while another one is being filled."""
+
+BACKWARD = "backward"
+
+
+class Asks(Enum):
+    """What all ranks must agree on before the issuer can go on."""
+
+    NOTHING = 0
+    FIRST_USE = 1
+    """The pass is being recorded: whose turn it is."""
+    EXTRA_USE = 2
+    """A use beyond the recorded order: that all want it."""
+
+
+@dataclass(slots=True)
+class Issue:
+    """What a trigger sets off, in this order."""
+
+    finish: int = 0
+    """So many of the oldest reductions under way must be over first."""
+    ops: list[Op] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Units that this rank passed by in backward: others may wait for its zeros."""
+    later: list[Op] = field(default_factory=list)
+    """Operations that may have to wait for others of this rank: after all that ranks share."""
+    wait: int | None = None
+    """The unit whose values must be there at last."""
+    asks: Asks = Asks.NOTHING
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What a unit holds on this rank, and for whom."""
+
+    index: int
+    ops: UnitOps
+    full: bool
+    """The full buffer has values, or they are on their way."""
+    external: bool
+    """Parameters are read outside their module's forward: gathered for whole passes."""
+    kept: bool = False
+    """The kept rung has current values."""
+    fetched: bool = False
+    """P's shard was fetched, and not gathered yet."""
+    leases: int = 0
+    """Claims of the order: gathers that were issued and not given up."""
+    hold: Hold | None = None
+    """This rank's own claim, while it uses the unit."""
+    busy: bool = False
+    """Whether calls of the unit run, or are in backward; ``runtime/uses.py`` knows which."""
+    source: int | None = None
+    """The rung that the gathers of the current pass start from; None: P's."""
+
+
+class Issuer:
+    """Decides for one model on one rank."""
+
+    def __init__(self, units: Sequence[UnitOps], prefetch: int, keep_until: str) -> None:
+        self.units = [
+            Held(index, ops, full=not ops.travels, external=ops.encloses)
+            for index, ops in enumerate(units)
+        ]
+        self.walks: dict[str, Walk] = {}
+        self.walk: Walk | None = None
+        """Of the forward that runs."""
+        self.backward_walk: Walk | None = None
+        self.in_backward = False
+        self.phase = Phase.ONLY
+        """Of the current pass."""
+        self.opened = 0
+        """How many ``full_params`` are open: then everything stays."""
+        self.makes_graph = False
+        """Whether backward makes a graph of its own, so that another one will need the values."""
+        self.in_flight = 0
+        """Reductions that were issued and not finished."""
+        self._prefetch, self._keep_until = prefetch, keep_until
+        self._travels = any(unit.travels for unit in units)
+        self._rules: dict[Trigger, Callable[[Held], Issue]] = {
+            Trigger.BEFORE_FORWARD: self._use,
+            Trigger.BEFORE_BACKWARD: self._use,
+            Trigger.BEFORE_RECOMPUTE: self._use,
+            Trigger.AFTER_FORWARD: lambda held: Issue(later=self._give_back(held)),
+            Trigger.AFTER_RECOMPUTE: self._after_recompute,
+            Trigger.AFTER_BACKWARD: self._after_backward,
+            Trigger.FIRST_GRAD: lambda held: self.limit(),
+        }
+
+    def on(self, trigger: Trigger, unit: int) -> Issue:
+        """What a moment in the use of a unit sets off."""
+        return self._rules[trigger](self.units[unit])
+
+    # --- passes -------------------------------------------------------------------------------
+
+    def begin(self, kind: str, phase: Phase) -> Issue:
+        """A pass begins: the first units are gathered, and those that stay for all of it.
+
+        All its gathers start from what is held now, not from what this rank happens to hold when
+        it issues one: ranks that use units differently keep and drop them at other moments, and
+        would take other hops.
+        """
+        self.phase = phase
+        if kind == BACKWARD:
+            self.in_backward = True
+        if self.opened or not self._travels:
+            return Issue()
+        walk = self.walks.setdefault(kind, Walk(self._prefetch))
+        if kind == BACKWARD:
+            self.backward_walk = walk
+        else:
+            self.walk = walk
+        issue = Issue()
+        for held in self.units:
+            held.source = held.ops.kept_rung if held.kept else None
+        for held in self.units:  # root first: its forward surrounds the others'
+            if held.external and held.ops.travels and not held.full:
+                issue.ops += self._gather(held)
+        issue.ops += self._issue_all(walk.begin())
+        issue.ops += self._fetch_beyond(walk)
+        return issue
+
+    def end_walk(self, walk: Walk) -> Issue:
+        """This rank uses nothing more in a pass: gathers that it still owes others, and the end of
+        its claims."""
+        if walk is self.walk:
+            self.walk = None
+        if walk is self.backward_walk:
+            self.backward_walk = None
+        use = walk.end()
+        issue = Issue(ops=self._issue_all(use.gathers or []))
+        issue.skipped = use.skipped if walk is self.walks.get(BACKWARD) else []
+        issue.later = self._give_up_all(use.given_up)
+        if walk.extra:
+            walk.stale = True  # the same on all ranks: every extra use was agreed on
+        for held in self.units:
+            held.source = held.ops.kept_rung if held.kept else None
+            issue.later += self._discard(held)
+        return issue
+
+    def end_forward(self) -> Issue:
+        """The model's forward is over: without a backward to come, what stayed for it goes."""
+        return Issue(later=self._release_external() if self.phase is Phase.EVAL else [])
+
+    def end_backward(self) -> Issue:
+        """All gradients are reduced: what was there for this backward goes."""
+        issue = Issue(finish=self.in_flight)
+        self.in_flight = 0
+        self.in_backward = False
+        if self.makes_graph:
+            self.makes_graph = False
+            return issue  # the next backward frees what this one leaves
+        self.in_backward = True  # what is freed here is freed as in backward
+        for held in self.units:
+            issue.later += self._give_back(held)
+            if not self._keeps_on:
+                issue.later += self._drop_kept(held)
+        issue.later += self._release_external()
+        self.in_backward = False
+        return issue
+
+    # --- uses beyond the recorded order -------------------------------------------------------
+
+    def agreed(self, unit: int, *, needed: bool, walk: Walk | None) -> Issue:
+        """While a pass is recorded: all ranks gather a unit now, this one because it needs it."""
+        if walk is not None:
+            walk.recording.append(unit)
+        issue = Issue(ops=self._issue_all([unit]))
+        if not needed:
+            issue.later = self._give_up_all([unit])
+        return issue
+
+    def extra(self, unit: int) -> Issue:
+        """All ranks have agreed on a use beyond the order.
+
+        From P's own rung: what is kept of the unit may be gone already on some ranks.
+        """
+        held = self.units[unit]
+        issue = Issue(later=[])
+        issue.ops += self._drop_kept(held)
+        held.source = None
+        issue.ops += self._issue_all([unit])
+        issue.ops += self._ahead(held)
+        return issue
+
+    def stays(self, unit: int) -> None:
+        """A unit's parameters are read outside its module: from now on it stays for passes."""
+        held = self.units[unit]
+        if not held.external:
+            held.external = True
+            for walk in self.walks.values():
+                walk.stale = True  # recorded anew, without this unit
+
+    # --- gradients and the step ---------------------------------------------------------------
+
+    def limit(self) -> Issue:
+        """Another full gradient buffer is needed."""
+        finish = max(0, self.in_flight - REDUCTIONS_IN_FLIGHT + 1)
+        self.in_flight -= finish
+        return Issue(finish=finish)
+
+    def ready(self, unit: int, held: Holds | None = None, summed: Holds | None = None) -> Issue:
+        """A unit's gradients are complete; ``held`` and ``summed``: what rests already.
+
+        Where nothing else ends its calls in backward, they are over now.
+        """
+        self.in_flight += 1
+        synchronises = self.phase.synchronises
+        issue = self._after_backward(self.units[unit])
+        issue.ops += self.units[unit].ops.ready(synchronises=synchronises, held=held, summed=summed)
+        return issue
+
+    def step(self, *, updated: Iterable[int] = ()) -> list[Issue]:
+        """The optimizer steps: unit by unit, its update (unless backward made it) and refresh."""
+        early = set(updated)
+        found = []
+        for held in self.units:
+            ops = [
+                op
+                for op in held.ops.update()
+                if not (op.kind is Kind.UPDATE and held.index in early)
+            ]
+            if held.ops.trained:
+                found.append(Issue(ops=self.changed(held.index) + ops))
+        return found
+
+    # --- values -------------------------------------------------------------------------------
+
+    def open(self, unit: int) -> Issue:
+        """A unit's values for people: gathered whatever the order says, and exactly."""
+        held = self.units[unit]
+        ops = [] if held.full else self._gather(held, exact=True)
+        return Issue(ops=ops, wait=unit)
+
+    def close(self, unit: int) -> Issue:
+        held = self.units[unit]
+        return Issue(later=self._free_now(held))
+
+    def changed(self, unit: int) -> list[Op]:
+        """A unit's values change: what is kept and what was fetched is stale."""
+        held = self.units[unit]
+        return self._drop_kept(held) + self._discard(held)
+
+    def release_all(self) -> Issue:
+        """Before values change: no gathered copy of the old ones stays."""
+        issue = Issue()
+        for held in self.units:
+            held.hold, held.leases, held.busy = None, 0, False
+            issue.later += self._free_now(held) + self._discard(held)
+        return issue
+
+    # --- inside -------------------------------------------------------------------------------
+
+    @property
+    def _keeps_on(self) -> bool:
+        """Whether what is kept outlives the current backward."""
+        return self._keep_until == "step" and not self.phase.synchronises
+
+    def _use(self, held: Held) -> Issue:
+        """A unit's values are needed now."""
+        issue = Issue(wait=held.index)
+        if not held.ops.travels or self.opened or held.hold is not None:
+            return issue
+        if held.external:  # gathered when the pass began, unless it is called outside of one
+            issue.asks = Asks.NOTHING if held.full else Asks.EXTRA_USE
+            return issue
+        if self.in_backward and held.leases == 0 and held.full:
+            held.hold = Hold(last=True, kept=True)
+            return issue
+        walk = self.backward_walk if self.in_backward else self.walk
+        if walk is None or walk.order is None:
+            held.hold = Hold(last=True)
+            if walk is not None:
+                issue.asks = Asks.NOTHING if held.leases else Asks.FIRST_USE
+            elif held.full:
+                held.leases += 1
+            else:
+                issue.asks = Asks.EXTRA_USE
+            return issue
+        use = walk.use(held.index)
+        issue.ops = self._issue_all(use.gathers or [])
+        issue.skipped = use.skipped if self.in_backward else []
+        issue.later = self._give_up_all(use.given_up)
+        held.hold = use.hold
+        if use.gathers is None and not held.full:
+            issue.asks = Asks.EXTRA_USE
+        else:
+            issue.later += self._ahead(held)
+        return issue
+
+    def _ahead(self, held: Held) -> list[Op]:
+        """After a use: in backward later, see [Note: Distances]."""
+        walk = self.backward_walk if self.in_backward else self.walk
+        if held.external or walk is None or (self.in_backward and not walk.is_fresh):
+            return []
+        return self._gather_ahead(walk)
+
+    def _after_recompute(self, held: Held) -> Issue:
+        """Backward needs next what was recomputed; but of tiles the last ones first."""
+        if held.ops.is_tile and held.hold is not None and not held.hold.kept:
+            return self._after_backward(held)
+        return Issue()
+
+    def _after_backward(self, held: Held) -> Issue:
+        issue = Issue()
+        if not self.makes_graph:
+            issue.later = self._give_back(held)
+        if self.backward_walk is not None:
+            issue.later += self._gather_ahead(self.backward_walk)
+        return issue
+
+    def _gather_ahead(self, walk: Walk) -> list[Op]:
+        return self._issue_all(walk.ahead()) + self._fetch_beyond(walk)
+
+    def _fetch_beyond(self, walk: Walk) -> list[Op]:
+        ops: list[Op] = []
+        for index in walk.beyond(self._prefetch):
+            held = self.units[index]
+            if held.full or held.fetched:
+                continue
+            for op in held.ops.gather(held.source):
+                if op.kind is Kind.FETCH and op.target is Place.SHARD:
+                    held.fetched = True
+                    ops.append(op)
+        return ops
+
+    def _issue_all(self, units: Iterable[int]) -> list[Op]:
+        ops: list[Op] = []
+        for index in units:
+            self.units[index].leases += 1
+            ops += self._gather(self.units[index])
+        return ops
+
+    def _gather(self, held: Held, *, exact: bool = False) -> list[Op]:
+        ops: Ops = held.ops.gather(None if exact else held.source, exact=exact)
+        if held.fetched:
+            ops = tuple(op for op in ops if op.kind is not Kind.FETCH)
+        held.full, held.fetched = True, False
+        return list(ops)
+
+    def _give_back(self, held: Held) -> list[Op]:
+        """Ends this rank's use of a unit; it is freed when no claim is left."""
+        if held.busy or held.external or held.hold is None:
+            return []
+        last, held.hold = held.hold.last, None
+        return self._give_up_all([held.index]) if last else []
+
+    def _give_up_all(self, units: Iterable[int]) -> list[Op]:
+        ops: list[Op] = []
+        for index in units:
+            held = self.units[index]
+            held.leases = max(0, held.leases - 1)
+            if held.leases == 0 and not held.busy:
+                ops += self._free(held)
+        return ops
+
+    def _free(self, held: Held) -> list[Op]:
+        if not held.full or self.opened or not held.ops.travels:
+            return []
+        if self.in_backward:
+            ops = self._free_now(held)
+            comes_again = self.backward_walk and self.backward_walk.comes_again(held.index)
+            if not self._keeps_on and not comes_again:
+                ops += self._drop_kept(held)
+            return ops
+        kept = held.ops.kept_rung
+        if self.phase is not Phase.EVAL and kept == 0:
+            return []
+        if self.phase is Phase.EVAL or kept is None or held.kept:
+            return self._free_now(held)
+        held.kept = True
+        return [held.ops.keep, *self._free_now(held)]
+
+    def _free_now(self, held: Held) -> list[Op]:
+        if not held.full or not held.ops.travels:
+            return []
+        held.full = False
+        return [held.ops.free]
+
+    def _drop_kept(self, held: Held) -> list[Op]:
+        if not held.kept:
+            return []
+        held.kept = False
+        return [held.ops.drop(Place.KEPT)]
+
+    def _discard(self, held: Held) -> list[Op]:
+        if not held.fetched:
+            return []
+        held.fetched = False
+        return [held.ops.drop(Place.SHARD)]
+
+    def _release_external(self) -> list[Op]:
+        ops: list[Op] = []
+        for held in self.units:
+            if held.external and not held.busy:
+                held.leases = 0
+                ops += [] if self.opened else self._free_now(held)
+        return ops

@@ -1,0 +1,305 @@
+"""The interpreter of the schedule: a verb for each kind of operation, and a record of each.
+
+Nothing is decided here. ``plans/order.py`` says what to issue; this does it, on the lane that the
+operation names and after those it names, and keeps in a ``Done`` what really moved.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.comm.carry import Carriers, Leg, Outer, finish
+from shardwise.comm.grid import Grid
+from shardwise.comm.lane import Early
+from shardwise.core.meter import Meter, counting
+from shardwise.core.ticket import DONE, Chained, Ticket
+from shardwise.core.trace import span
+from shardwise.plans.ops import Hop, Kind, Op, Place
+from shardwise.plans.ops import Lane as On
+from shardwise.runtime.gradients import FullGrad
+from shardwise.runtime.unit import State, Unit
+
+KEYS_PER_UNIT = 8 * 16 * 16
+"""Exchanges of a unit have keys of their own: one for each flat, kind and hop."""
+
+
+@dataclass(eq=False)
+class Done:
+    """An operation as it was done. Counts grow until the work on lanes and tiers is over."""
+
+    op: Op
+    begin_s: float
+    meter: Meter = field(default_factory=Meter)
+
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """What crossed the links, by hop of the operation."""
+        found = dict.fromkeys((hop.step for hop in self.op.hops), 0)
+        for key, nbytes in self.meter.sent.items():
+            found[key % 16] = found.get(key % 16, 0) + nbytes
+        return tuple(found.values())
+
+
+class _Deferred:
+    """A ticket for work that is done when somebody waits for it."""
+
+    def __init__(self, tickets: list[Ticket]) -> None:
+        self._tickets = tickets
+
+    def wait(self) -> None:
+        while self._tickets:
+            self._tickets.pop(0).wait()
+
+
+class Executor:
+    """Does operations on the units of one model."""
+
+    def __init__(self, units: list[Unit], grid: Grid, carriers: Carriers) -> None:
+        self._units = {unit.name: unit for unit in units}
+        self._grid, self._carriers = grid, carriers
+        self.observers: list[Callable[[Done], None]] = []
+        self.divisor = float(grid.place.world)
+        """What summed gradients are divided by; the number of ranks unless set."""
+        self.update: Callable[[Unit], Ticket] = lambda unit: DONE
+        """Does an update; set by whoever steps."""
+        self._verbs: dict[Kind, Callable[[Unit, Op], Ticket]] = {
+            Kind.FETCH: self._fetch,
+            Kind.GATHER: self._gather,
+            Kind.KEEP: self._keep,
+            Kind.FREE: self._free,
+            Kind.DROP: self._drop,
+            Kind.COLLECT: self._collect,
+            Kind.REDUCE: self._reduce,
+            Kind.REPLICATE: self._replicate,
+            Kind.STORE: self._store,
+            Kind.UPDATE: lambda unit, op: self.update(unit),
+            Kind.REFRESH: self._refresh,
+        }
+        self._legs: dict[tuple[str, Kind, int, tuple[Hop, ...]], list[Leg]] = {}
+        self._taken: dict[Unit, list[FullGrad]] = {}
+        for unit in units:  # every rank can name every exchange of the others
+            for op in _possible(unit):
+                for flat in range(len(unit.flats)):
+                    self._legs_of(unit, op, flat)
+
+    def run(self, ops: Iterable[Op]) -> list[Ticket]:
+        return [self.perform(op) for op in ops]
+
+    def perform(self, op: Op, meter: Meter | None = None) -> Ticket:
+        """Does an operation, or begins to; the ticket is for what goes on beside.
+
+        ``meter`` has what was moved for it before its turn.
+        """
+        done = Done(op, time.perf_counter(), meter or Meter())
+        with counting(done.meter):
+            ticket = self._verbs[op.kind](self._units[op.unit], op)
+        for observer in self.observers:
+            observer(done)
+        return ticket
+
+    # --- parameters ---------------------------------------------------------------------------
+
+    def _fetch(self, unit: Unit, op: Op) -> Ticket:
+        if op.target is Place.FULL:
+            self._fill(unit)
+        if unit.refreshing:
+            # The refresh writes what is to be read: the lane waits for it.
+            ticket = self._grid.gathers.submit(lambda _: self._begin_fetch(unit, op, waits=True))
+        else:
+            ticket = self._begin_fetch(unit, op)
+        if op.target is Place.FULL:
+            unit.coming = ticket
+        else:
+            unit.fetching = ticket
+        return ticket
+
+    def _begin_fetch(self, unit: Unit, op: Op, *, waits: bool = False) -> Ticket:
+        if waits:
+            unit.refreshed.wait()
+        fetching = _Deferred([flat.params.fetch(op.target) for flat in unit.flats])
+        if waits:
+            fetching.wait()
+        return fetching
+
+    def _fill(self, unit: Unit) -> None:
+        unit.settle()  # another gather of the same unit: in order, into the same buffer
+        unit.move_to(State.COMING)
+        for flat in unit.flats:
+            flat.params.full.fill()
+
+    def _gather(self, unit: Unit, op: Op) -> Ticket:
+        self._fill(unit)
+        carrier, flats = self._carriers.gathers, unit.flats
+        legs = [self._legs_of(unit, op, index) for index in range(len(flats))]
+
+        def work(early: Early) -> None:
+            unit.refreshed.wait()
+            with span("gather", f"gather {unit.name}"):
+                for index, flat in enumerate(flats):
+                    flat.params.gather(op.source, legs[index], carrier)
+                    if index == len(flats) - 1:
+                        early()
+                    finish(legs[index])
+
+        unit.coming = self._grid.gathers.submit(work)
+        return unit.coming
+
+    def _keep(self, unit: Unit, op: Op) -> Ticket:
+        unit.settle()
+        for flat in unit.flats:
+            flat.params.keep()
+        return DONE
+
+    def _free(self, unit: Unit, op: Op) -> Ticket:
+        unit.settle()
+        unit.close()
+        for flat in unit.flats:
+            flat.params.full.drop()
+        unit.move_to(State.RESTING)
+        return DONE
+
+    def _drop(self, unit: Unit, op: Op) -> Ticket:
+        unit.fetching.wait()
+        for flat in unit.flats:
+            flat.params.drop(op.source)
+        return DONE
+
+    def _refresh(self, unit: Unit, op: Op) -> Ticket:
+        """In a lane of their own: the gathers of the next forward begin when the first unit has its
+        new values, not when all have."""
+        flats, new = unit.trained, unit.new
+        carrier = self._carriers.outer.carrier
+        legs = [self._legs_of(unit, op, unit.flats.index(flat)) for flat in flats]
+
+        def work(early: Early) -> None:
+            with span("refresh", f"refresh {unit.name}"):
+                for index, flat in enumerate(flats):
+                    flat.params.refresh(legs[index], carrier, own_is_new=flat in new)
+                    if index == len(flats) - 1:
+                        early()
+                    finish(legs[index])
+            unit.refreshing = False
+
+        if op.lane is On.COMPUTE:
+            with torch.no_grad():
+                work(lambda: None)
+            return DONE
+        unit.refreshing = True
+        if not unit.travels:
+            unit.move_to(State.REFRESHING)
+            unit.close()
+        unit.refreshed = self._grid.outer.submit(work)
+        if not unit.travels:
+            unit.coming = unit.refreshed
+        return unit.refreshed
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def _collect(self, unit: Unit, op: Op) -> Ticket:
+        """What arrived has been copied already; what did not, and the padding, counts as zero."""
+        for slot in unit.slots:
+            if slot.spec.param.requires_grad and not slot.pending:
+                slot.flat.grads.buffer()[slot.spec.interval.relative_to(0)].zero_()
+            slot.pending = False
+        for flat in unit.trained:
+            flat.grads.buffer()[flat.spec.slots[-1].interval.stop :].zero_()
+        self._taken[unit] = [flat.grads.take() for flat in unit.trained]
+        return DONE
+
+    def _reduce(self, unit: Unit, op: Op) -> Ticket:
+        taken, flats, scale = self._taken.pop(unit), unit.trained, 1.0 / self.divisor
+        carrier = self._carriers.reduces
+        outer = self._outer(op)
+        legs = [self._legs_of(unit, op, unit.flats.index(flat)) for flat in flats]
+        for flat in flats:
+            if op.target is Place.HELD:
+                flat.grads.holds = True
+            else:
+                flat.grads.has_sums = True
+        for flat, joins in zip(flats, op.joins, strict=False):
+            flat.grads.holds = flat.grads.holds and not joins
+        later: list[Ticket] = []
+
+        def reduce_one(index: int) -> None:
+            flat, grad = flats[index], taken[index]
+            if op.target is Place.HELD:
+                flat.grads.hold(grad.tensor, legs[index], carrier, adds=op.adds[index])
+            else:
+                flat.grads.reduce(
+                    grad.tensor, legs[index], carrier, scale=scale,
+                    adds=op.adds[index], joins=op.joins[index], outer=outer,
+                )  # fmt: skip
+            finish(legs[index][:-1] if outer else legs[index])
+            grad.release()
+
+        def work(_: Early) -> None:
+            with span("reduce", f"reduce {unit.name}"):
+                for index in range(len(flats)):
+                    reduce_one(index)
+            if outer is not None:
+                later.extend(flat.grads.closing for flat in flats)
+
+        return Chained(self._grid.reduces.submit(work), later)
+
+    def _replicate(self, unit: Unit, op: Op) -> Ticket:
+        carrier = self._carriers.reduces
+        legs = [self._legs_of(unit, op, unit.flats.index(flat)) for flat in unit.trained]
+
+        def work(_: Early) -> None:
+            with span("reduce", f"replicate {unit.name}"):
+                for flat, walked in zip(unit.trained, legs, strict=True):
+                    flat.grads.replicate(walked, carrier)
+                    finish(walked)
+
+        return self._grid.reduces.submit(work)
+
+    def _store(self, unit: Unit, op: Op) -> Ticket:
+        later: list[Ticket] = []
+
+        def work(_: Early) -> None:
+            for flat in unit.trained:
+                flat.grads.store(self._carriers.outer if op.lane is On.OUTER else None)
+                later.append(flat.grads.closing)
+
+        return Chained(self._grid.reduces.submit(work), later)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _outer(self, op: Op) -> Outer | None:
+        return self._carriers.outer if op.overlaps else None
+
+    def _legs_of(self, unit: Unit, op: Op, flat: int) -> list[Leg]:
+        """A flat's walk over an operation's hops, each on the link of its lane."""
+        which = (unit.name, op.kind, flat, op.hops)
+        if which not in self._legs:
+            steps, lane = unit.rungs.ladder.steps, str(op.lane)
+            self._legs[which] = [
+                Leg(
+                    hop,
+                    self._grid.link(
+                        "outer" if op.overlaps and hop is op.hops[-1] else lane, steps[hop.step]
+                    ),
+                    self._key(unit, op, flat, hop),
+                )
+                for hop in op.hops
+            ]
+        return self._legs[which]
+
+    def _key(self, unit: Unit, op: Op, flat: int, hop: Hop) -> int:
+        """One integer for each exchange, alike on all ranks, with a name for messages."""
+        index = ((unit.index * 8 + flat) * 16 + list(Kind).index(op.kind)) * 16 + hop.step
+        return self._grid.labels.key(index, f"{op.kind} of unit '{unit.name}' on level {hop.level}")
+
+
+def _possible(unit: Unit) -> Iterable[Op]:
+    """The operations of a unit that have hops, whatever it holds."""
+    ops = unit.ops
+    yield from ops.gather()
+    if ops.kept_rung:
+        yield from ops.gather(ops.kept_rung)
+    yield from ops.gather(exact=True)
+    yield from ops.ready()
+    yield from ops.ready(synchronises=False)
+    yield from ops.update()

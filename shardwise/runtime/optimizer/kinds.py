@@ -1,0 +1,64 @@
+"""Which optimizers can run on shards, and with which of torch's kernels they do."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.core.errors import UsageError
+
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "Adagrad", "Adadelta", "Adamax", "ASGD",
+)  # fmt: skip
+_REFUSED = {
+    "Adafactor": "it factors second moments over the rows and columns of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "LBFGS": "it needs inner products over all parameters and evaluates the loss itself",
+    "SparseAdam": "it needs sparse gradients of whole matrices",
+}
+
+
+def check_elementwise(optimizer: Optimizer, assume: bool) -> None:
+    """Refuses optimizers whose update of an element depends on other elements."""
+    kind = type(optimizer)
+    for base in kind.__mro__:
+        if reason := _REFUSED.get(base.__name__):
+            raise UsageError(
+                f"{kind.__name__} cannot run on parts of parameters: {reason}; use an "
+                f"element-wise optimizer ({', '.join(_ELEMENTWISE)})."
+            )
+    if not assume and not _is_known(kind):
+        raise UsageError(
+            f"shardwise does not know whether {kind.__name__} updates every element on its own; "
+            "if it does, pass elementwise=True to shardwise.shard."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UsageError("A differentiable optimizer cannot be sharded; build it without that.")
+
+
+def _is_known(kind: type[Optimizer]) -> bool:
+    """Whether its step is that of one of torch's element-wise classes."""
+    for base in kind.__mro__:
+        if base.__name__ in _ELEMENTWISE and base.__module__.startswith("torch.optim"):
+            # torch wraps the step of every class that is instantiated: compare what is inside.
+            return inspect.unwrap(kind.step) is inspect.unwrap(base.step)
+    return False
+
+
+def fused_options(
+    group: dict[str, Any], parts: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """torch's fused kernel where it has one and the user did not choose."""
+    chosen = group.get("foreach") is not None or group.get("fused") is not None
+    if "fused" not in group or chosen or group.get("capturable"):
+        return {}
+    same_kind = len({(p.device.type, p.is_floating_point()) for p in parts}) <= 1
+    if not (same_kind and all(p.is_floating_point() for p in parts)):
+        return {}
+    moving = [state for part, state in zip(parts, states, strict=True) if part.grad is not None]
+    if len({state.get("momentum_buffer") is None for state in moving}) > 1:
+        return {}  # fused SGD cannot begin some momentum buffers while it continues others
+    return {"fused": True}

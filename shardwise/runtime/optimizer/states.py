@@ -1,0 +1,150 @@
+"""The states of an optimizer, by parameter: shown, loaded and saved as this rank's shards of them."""
+
+import hashlib
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.core.errors import UsageError
+from shardwise.runtime.optimizer.windows import WindowedUpdate
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.surface.face import (
+    TILES,
+    Face,
+    State,
+    show_state,
+    shown_state,
+    tile_state,
+    whole_state,
+)
+
+_NOTE = "shardwise"
+
+
+class States:
+    """What one optimizer keeps for the parameters of one model on this rank."""
+
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, windows: WindowedUpdate) -> None:
+        self._runtime, self._optimizer, self._windows = runtime, optimizer, windows
+        self._faces: dict[torch.Tensor, Face] = {face.parameter: face for face in runtime.faces}
+        self._loading: dict[ParamSlot, State | None] = {}
+
+    def adopt(self) -> None:
+        """Cuts what the optimizer keeps for whole parameters."""
+        for slot, state in self._cut_all(self._optimizer.state).items():
+            self._set_state(slot, state)
+
+    def install(self) -> None:
+        optimizer, removers = self._optimizer, self._runtime.removers
+        handles = (
+            optimizer.register_state_dict_post_hook(self._note_layout),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        )
+        removers += [handle.remove for handle in handles]
+
+    def drop(self) -> None:
+        self.forget_updates()
+        for slot in self._runtime.trained_slots:
+            self._set_state(slot, None)
+        self._windows.states.free()
+
+    def _cut_all(self, states: Any) -> dict[ParamSlot, State | None]:
+        """This rank's share of the states of this model's parameters; None where it has none."""
+        found: dict[ParamSlot, State | None] = {}
+        for parameter, state in states.items():
+            face = self._faces.get(parameter)
+            for slot in face.slots if face is not None else ():
+                has_any = slot.spec.param.requires_grad and slot.segment.numel
+                own = tile_state(state, slot) or None if TILES in state else state
+                found[slot] = self._cut(slot, own) if has_any and own is not None else None
+        return found
+
+    def _cut(self, slot: ParamSlot, state: State) -> State:
+        """The state of a part, out of the whole parameter's or of the same part's."""
+        shape, part_shape = tuple(slot.face.parameter.shape), slot.part_shape
+
+        def cut(key: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.is_meta:
+                raise UsageError(
+                    f"The optimizer made its state '{key}' before the deferred model had memory; "
+                    "build it after shardwise.shard, inside shardwise.full_params(model), or build "
+                    "the model without deferred_init."
+                )
+            value = value.detach()
+            if tuple(value.shape) == shape:
+                # As torch does on loading: states have their parameter's dtype, except "step".
+                like_part = value.is_floating_point() and key != "step"
+                dtype = slot.flat.dtypes.master if like_part else value.dtype
+                return value.reshape(-1)[slot.own].reshape(part_shape).to(dtype, copy=True)
+            if value.dim() == 0 or value.shape == part_shape:
+                return value.clone()
+            raise UsageError(
+                f"State '{key}' of '{slot.name}' has shape {tuple(value.shape)}, which is neither "
+                f"the parameter's {shape} nor this rank's part ({slot.segment.numel} elements)."
+            )
+
+        return {key: cut(key, value) for key, value in state.items()}
+
+    def state_of(self, slot: ParamSlot) -> State:
+        """The state of a parameter's part, wherever it rests."""
+        if self._windows.covers(slot):
+            return self._windows.states.state_of(slot)
+        return shown_state(self._optimizer, slot)
+
+    def _set_state(self, slot: ParamSlot, state: State | None) -> None:
+        if self._windows.covers(slot):
+            self._windows.states.set_state(slot, state)
+        else:
+            show_state(self._optimizer, slot, state)
+
+    def _layout_digest(self) -> str:
+        text = "|".join(
+            f"{slot.name}:{slot.segment.start}-{slot.segment.stop}" for slot in self._runtime.slots
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _note_layout(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._runtime.require_stepped("optimizer.state_dict()")
+        listed = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for index, parameter in enumerate(listed):
+            slots = face.slots if (face := self._faces.get(parameter)) is not None else []
+            if index in state_dict["state"] and any(self._windows.covers(slot) for slot in slots):
+                # In place of tensors without values: what a state dict is for is values.
+                states = [self.state_of(slot) for slot in slots]
+                tiled = slots[0].face.is_tiled
+                state_dict["state"][index] = whole_state(states) if tiled else states[0]
+        state_dict[_NOTE] = {"layout": self._layout_digest(), "rank": self._runtime.grid.place.rank}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Cuts before anything is replaced, so that a refused state leaves the optimizer as it was.
+
+        Also because torch then casts states to the parameter's dtype, which may be narrower.
+        """
+        note = state_dict.get(_NOTE)
+        if note is not None and note["layout"] != self._layout_digest():
+            raise UsageError(
+                f"This optimizer state was taken on rank {note['rank']} under another layout; "
+                "states of parts load only under the plan and on the rank they come from."
+            )
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        ours = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = dict(zip(saved, ours, strict=False))  # torch itself checks the numbers
+        states = state_dict["state"]
+        self._loading = self._cut_all({p: states[i] for i, p in parameters.items() if i in states})
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for slot, state in self._loading.items():
+            self._set_state(slot, state)
+        self._loading = {}
+        self.forget_updates()
+
+    def forget_updates(self) -> None:
+        """What the last backward updated is not to be completed by a step."""
+        self._windows.end()
+        self._runtime.stepped()

@@ -1,0 +1,163 @@
+"""The parameter memory of one flat: its shard of P, the full buffer, what is kept, the master."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.comm.carry import Carrier, Leg, finish
+from shardwise.core.layout import Slot
+from shardwise.core.ticket import DONE, Ticket
+from shardwise.core.topology import Interval
+from shardwise.plans.ops import Place
+from shardwise.plans.plan import Plan
+from shardwise.tier.memory import SwappedBuffer
+from shardwise.tier.pool import Pool
+from shardwise.tier.rest import PartOf, Resident, Rest, Stored, on_device
+
+if TYPE_CHECKING:
+    from shardwise.runtime.flat import Flat
+
+
+class ParamMemory:
+    """What this rank has of a flat's parameters."""
+
+    def __init__(self, flat: "Flat", plan: Plan, pool: Pool) -> None:
+        self._flat, self._optim_tier = flat, plan.optim.tier
+        rungs, dtype, device = flat.rungs, flat.dtypes.compute, flat.device
+        self.full = SwappedBuffer(flat.spec.numel, dtype, device, pool)
+        self.shard: Rest
+        if rungs.params == 0 and plan.params.tier == "device":
+            # P rests in full: the full buffer is the shard, and never dropped.
+            self.full.fill()
+            self.shard = Resident(self.full.tensor)
+        else:
+            numel = flat.part_at.numel
+            self.shard = flat.make_rest(plan.params.tier, "parameters", numel, dtype)
+        self.kept: SwappedBuffer | None = None
+        if rungs.keep not in (0, rungs.params):
+            self.kept = SwappedBuffer(flat.interval(rungs.keep).numel, dtype, device, pool)
+        self.master: Rest | None = None
+        """OS's shard in the master's dtype: elements of ``shard`` unless ``has_master``. Of flats
+        that are trained, once there is an optimizer."""
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """A parameter's place in the full buffer."""
+        place = self.full.tensor[slot.interval.relative_to(0)]
+        return place.view(slot.param.shape)
+
+    # --- values from outside ------------------------------------------------------------------
+
+    def make_master(self, *, empty: bool = False) -> None:
+        """``empty``: before P has any values."""
+        flat = self._flat
+        if not flat.has_master:
+            self.master = PartOf(self.shard, flat.own)
+            return
+        numel, dtype = flat.optim_at.numel, flat.dtypes.master
+        self.master = flat.make_rest(self._optim_tier, "master weights", numel, dtype)
+        if not empty:
+            with self.shard.use() as shard, self.master.use(reads=False, writes=True) as master:
+                master.copy_(shard[flat.own])
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[Slot, torch.Tensor], None]]:
+        """Gives a function that takes this rank's elements of a value, into shard and master."""
+        with ExitStack() as stack:
+            targets = [
+                (stack.enter_context(rest.use(writes=True)), place) for rest, place in self._targets
+            ]
+
+            def write(slot: Slot, value: torch.Tensor) -> None:
+                flat_value = value.reshape(-1)
+                for buffer, place in targets:
+                    common = slot.interval.intersect(place)
+                    if common.numel:
+                        source = flat_value[common.relative_to(slot.interval.start)]
+                        buffer[common.relative_to(place.start)].copy_(source)
+
+            yield write
+
+    def write(self, slot: Slot, value: torch.Tensor) -> None:
+        """Takes this rank's elements of one parameter's full value; nothing else is read."""
+        for rest, place in self._targets:
+            common = slot.interval.intersect(place)
+            if common.numel:
+                at = common.relative_to(place.start)
+                loan = rest.lend(at.start, at.stop, reads=False)
+                loan.wait().copy_(value.reshape(-1)[common.relative_to(slot.interval.start)])
+                loan.give_back(changed=True)
+
+    @property
+    def _targets(self) -> list[tuple[Rest, Interval]]:
+        """Where values from outside go."""
+        found = [(self.shard, self._flat.part_at)]
+        if self.master is not None and self._flat.has_master:
+            found.append((self.master, self._flat.optim_at))
+        return found
+
+    # --- verbs --------------------------------------------------------------------------------
+
+    def fetch(self, target: Place | None) -> Ticket:
+        """Begins to bring the shard from its tier: ahead, or right to where it is used."""
+        if target is not Place.FULL:
+            self.shard.prefetch()
+            return DONE
+        if isinstance(self.shard, Stored) and self._flat.device.type == "cpu":
+            return self.shard.read_into(self.full.tensor)
+        with self.shard.use() as shard:
+            self.full.tensor.copy_(shard, non_blocking=True)
+        return DONE
+
+    def gather(self, source: Place | None, legs: Sequence[Leg], carrier: Carrier) -> None:
+        """Fills the full buffer from the shard (or the kept rung), top rung last."""
+        flat, full = self._flat, self.full.tensor
+        if source is Place.KEPT:
+            assert self.kept is not None
+            full[flat.interval(flat.rungs.keep).relative_to(0)].copy_(self.kept.tensor)
+        else:
+            with self.shard.use() as shard:
+                full[flat.part_at.relative_to(0)].copy_(shard, non_blocking=True)
+        carrier.climb(flat, full, 0, legs)
+
+    def keep(self) -> None:
+        """Copies the kept rung out of the full buffer."""
+        if self.kept is not None:
+            place = self._flat.interval(self._flat.rungs.keep).relative_to(0)
+            self.kept.fill()
+            self.kept.tensor.copy_(self.full.tensor[place])
+
+    def drop(self, what: Place | None) -> None:
+        """Gives back what is kept, or what was fetched and not gathered."""
+        if what is Place.SHARD:
+            self.shard.discard()
+        elif self.kept is not None:
+            self.kept.drop()
+
+    def refresh(self, legs: Sequence[Leg], carrier: Carrier, *, own_is_new: bool) -> None:
+        """Brings the updated master to P's rung.
+
+        ``own_is_new``: the update has written this rank's own elements of P already.
+        """
+        flat, master = self._flat, self.master
+        assert master is not None
+        differs = bool(legs and (format := flat.format(legs[0].hop)) and format.delta)
+        from_master = flat.has_master and not own_is_new
+        if not legs and not from_master:
+            return
+        origin, reads = flat.part_at.start, differs or not from_master
+        with (
+            self.shard.use(reads=reads, writes=True) as shard,
+            on_device(shard, flat.device) as work,
+        ):
+            if differs:
+                with master.use() as exact:
+                    carrier.climb_by_difference(flat, exact.to(flat.device), work, origin, legs)
+            else:
+                if from_master:
+                    with master.use() as exact:
+                        work[flat.own].copy_(exact)
+                carrier.climb(flat, work, origin, legs)
+            if not self.shard.is_resident:
+                finish(legs)  # others read this memory, which goes now

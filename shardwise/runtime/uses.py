@@ -1,0 +1,101 @@
+"""Claims: which calls need a unit, and until when.
+
+A call runs from its module's forward hook to the next, and is in backward from the first gradient
+at its outputs until gradients leave through its inputs, or, where nothing leaves there, until all
+the unit's parameters have theirs. The issuer learns only whether any call is busy with a unit.
+"""
+
+from typing import Protocol
+
+from shardwise.plans.order import Issuer
+from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.unit import Unit
+
+
+class Call(Protocol):
+    """One forward call of a unit's module; see ``hooks.py``."""
+
+    leaves_by_inputs: bool
+    """Whether gradients leave through its inputs, which then says that it is over."""
+
+
+class Uses:
+    """The calls of the units of one model."""
+
+    def __init__(self, units: list[Unit], issuer: Issuer) -> None:
+        self._units, self._held = units, issuer.units
+        self._running = [0] * len(units)
+        self._in_backward: list[set[Call]] = [set() for _ in units]
+        self._arrived: list[set[ParamSlot]] = [set() for _ in units]
+        """Parameters that got a gradient since a backward of the unit's calls began."""
+        self._num_trained = [sum(len(flat.slots) for flat in unit.trained) for unit in units]
+
+    def is_open(self, unit: Unit) -> bool:
+        """Whether any call is running or in backward."""
+        return self._held[unit.index].busy
+
+    def in_backward(self, unit: Unit) -> bool:
+        return bool(self._in_backward[unit.index])
+
+    # --- forward ------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        self._running[unit.index] += 1
+        self._held[unit.index].busy = True
+
+    def leave(self, unit: Unit) -> bool:
+        """A call's forward is over; returns whether it was the last one that ran."""
+        self._running[unit.index] -= 1
+        self._note(unit.index)
+        return self._running[unit.index] == 0
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def enter_backward(self, unit: Unit, call: Call) -> None:
+        calls = self._in_backward[unit.index]
+        if not calls:
+            self._arrived[unit.index].clear()
+        calls.add(call)
+        self._held[unit.index].busy = True
+
+    def leave_backward(self, unit: Unit, call: Call) -> None:
+        self._in_backward[unit.index].discard(call)
+        self._note(unit.index)
+
+    def arrived(self, slot: ParamSlot) -> list[Call]:
+        """A parameter got its gradient; returns the calls that are over by that."""
+        index = slot.unit.index
+        self._arrived[index].add(slot)
+        if not self._in_backward[index] or not self.has_all_grads(slot.unit):
+            return []
+        return [call for call in self._in_backward[index] if not call.leaves_by_inputs]
+
+    def has_all_grads(self, unit: Unit) -> bool:
+        """Whether all trained parameters got a gradient in the current calls' backward."""
+        return len(self._arrived[unit.index]) == self._num_trained[unit.index]
+
+    def taken(self, unit: Unit) -> None:
+        """A unit's gradients are being reduced: calls that no input can end are over."""
+        calls = self._in_backward[unit.index]
+        self._in_backward[unit.index] = {call for call in calls if call.leaves_by_inputs}
+        self._note(unit.index)
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def forget_running(self) -> None:
+        """A forward was interrupted."""
+        self._running = [0] * len(self._units)
+        self._note_all()
+
+    def forget_backward(self) -> None:
+        """Backward is over, whatever its calls got."""
+        for calls in self._in_backward:
+            calls.clear()
+        self._note_all()
+
+    def _note_all(self) -> None:
+        for index in range(len(self._units)):
+            self._note(index)
+
+    def _note(self, index: int) -> None:
+        self._held[index].busy = self._running[index] > 0 or bool(self._in_backward[index])
