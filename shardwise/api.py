@@ -301,7 +301,7 @@ def set_grad_divisor(model: nn.Module, divisor: float) -> None:
     """
     if not divisor > 0:
         raise UsageError(f"The gradient divisor must be positive, got {divisor}.")
-    runtime_of(model).divisor = float(divisor)
+    runtime_of(model).executor.divisor = float(divisor)
 
 
 @contextmanager

@@ -18,12 +18,13 @@ from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
 from shardwise.plans.facts import Run
-from shardwise.plans.ops import Kind, Op
+from shardwise.plans.ops import Kind
 from shardwise.plans.plan import Plan
 from shardwise.probing.cache import cached_probe
 from shardwise.probing.probe import probed_device
 from shardwise.probing.progress import shown
 from shardwise.probing.scope import DTYPES
+from shardwise.runtime.execute import Done
 from shardwise.runtime.runtime import Runtime
 from shardwise.train.metrics import format_bytes
 
@@ -127,12 +128,13 @@ class Comparison:
         self._passes = 0
         self._ended: list[float] = []
 
-    def __call__(self, op: Op) -> None:
+    def __call__(self, done: Done) -> None:
+        op = done.op
         if op.unit != self._unit or len(self._ended) > WARM_UP + COMPARED:
             return
         if op.kind is Kind.REDUCE:
             self._passes += 1
-        elif op.kind is Kind.STEP and self._passes:
+        elif op.kind is Kind.UPDATE and self._passes:
             self._ended.append(time.perf_counter())
             if len(self._ended) > WARM_UP + COMPARED:
                 print(self._found(), file=sys.stderr)

@@ -140,13 +140,14 @@ class Forward:
         """This rank uses nothing more in a pass."""
         if walk is None:
             return
-        if walk.order is None:
-            while self._agree(walk, None, descending=descending):
-                pass
+        records = walk.order is None
+        while records and self._agree(walk, None, descending=descending):
+            pass
+        self.follow(self._issuer.end_walk(walk))
+        if records:
             if self._agreement.diverged:
                 walk.record_unseen(self._unseen(walk, descending), descending=descending)
-        skipped = self._issuer.end_walk(walk)
-        self.follow(skipped)
+            walk.finish_recording()
         self._runtime.counters.skipped_gathers += walk.skipped
 
     def interrupt(self) -> None:

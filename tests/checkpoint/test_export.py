@@ -124,10 +124,8 @@ def roundtrip(root: str, plans: list[str]) -> None:
         following = plans[(index + 1) % len(plans)]
         other, other_optimizer = sharded(following, seed=1)
         train(other, other_optimizer, 1)
-        versions = [unit.version for unit in runtime_of(other).units]
         assert sw.load_pretrained(other, folder) == pretrained.Loaded((), ())
         assert_same(full(other), expected)
-        assert all(u.version > v for u, v in zip(runtime_of(other).units, versions, strict=True))
         ours, theirs = (lm_loss(m, *mine(*batch(2))).item() for m in (model, other))
         assert "zeropp" in (name, following) or abs(ours - theirs) < 1e-9
         train(other, other_optimizer, 3)

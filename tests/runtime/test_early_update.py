@@ -17,7 +17,8 @@ from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.trace import Trace, recording
 from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
-from shardwise.plans.ops import Kind, Op
+from shardwise.plans.ops import Kind
+from shardwise.runtime.execute import Done
 from shardwise.runtime.optimizer.windows import WindowedUpdate
 from tests.models import (
     SharedLayers,
@@ -45,8 +46,8 @@ def count_early(model: nn.Module) -> list[int]:
     """One entry for each update that a backward begins from now on."""
     counts: list[int] = []
 
-    def note(op: Op) -> None:
-        if op.kind is Kind.STEP and runtime_of(model).backward.active:
+    def note(done: Done) -> None:
+        if done.op.kind is Kind.UPDATE and runtime_of(model).backward.active:
             counts.append(1)
 
     runtime_of(model).observers.append(note)
