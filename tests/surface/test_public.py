@@ -6,8 +6,8 @@ import shardwise
 from shardwise.cli.main import app
 
 NAMES = {
-    "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
-    "TierError", "Tiers", "UsageError",
+    "Auto", "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
+    "TierError", "Tiers", "Tiling", "UsageError",
     "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load_pretrained", "no_sync",
     "optim_state_dict", "plan", "presets", "probe", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
 }  # fmt: skip
