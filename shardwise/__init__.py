@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from shardwise.model.deferred import deferred_init
     from shardwise.planner.api import plan, simulate
     from shardwise.plans import presets
-    from shardwise.plans.plan import Override, Plan, Precision, StatePlan, Tiers
+    from shardwise.plans.auto import Auto
+    from shardwise.plans.plan import Override, Plan, Precision, StatePlan, Tiers, Tiling
     from shardwise.probing.probe import probe
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
@@ -42,8 +43,9 @@ _HOMES = {
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
-    "shardwise.plans.plan": "Override Plan Precision StatePlan Tiers",
     "shardwise.planner.api": "plan simulate",
+    "shardwise.plans.auto": "Auto",
+    "shardwise.plans.plan": "Override Plan Precision StatePlan Tiers Tiling",
     "shardwise.probing.probe": "probe",
     "shardwise.tier.budget": "BudgetError",
     "shardwise.tier.store": "TierError",
@@ -51,6 +53,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "Auto",
     "BudgetError",
     "Override",
     "Plan",
@@ -61,6 +64,7 @@ __all__ = [
     "SyncError",
     "TierError",
     "Tiers",
+    "Tiling",
     "UsageError",
     "clip_grad_norm_",
     "deferred_init",
@@ -84,9 +88,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use: planning must not wait for torch."""
+    """Imports a public name on first use, so that planning does not wait for torch."""
     if name == "presets":
         return importlib.import_module("shardwise.plans.presets")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shardwise' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

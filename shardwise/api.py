@@ -1,17 +1,18 @@
 """shard() and its companions: the one place that wires the packages together."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise import auto
 from shardwise.checkpoint.export import DEFAULT_SHARD_BYTES, Options, export_model
 from shardwise.checkpoint.pretrained import Loaded, load_model
 from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
@@ -20,7 +21,7 @@ from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
 from shardwise.core.trace import Trace, recording
 from shardwise.model.units import find_units, spec_of
-from shardwise.plans.facts import Run
+from shardwise.plans.auto import Auto
 from shardwise.plans.file import load_plan
 from shardwise.plans.plan import Plan
 from shardwise.plans.validate import check
@@ -30,82 +31,86 @@ from shardwise.runtime.optimizer.takeover import OptimizerTakeover, check_elemen
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import access
 
-_runtimes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+_runtimes: MutableMapping[nn.Module, weakref.ref[Runtime]] = WeakIdKeyDictionary()
 """Weak on both sides: the model's hooks hold its runtime, which holds the model."""
 
 
 @overload
 def shard(
-    model: nn.Module,
+    model: AnyModule,
     optimizer: None = None,
-    plan: Plan | str | PathLike[str] = ...,
+    plan: Plan | Auto | str | PathLike[str] = ...,
     *,
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
     timeout_s: float = ...,
-    micro_batch: int = ...,
-    accumulate: int = ...,
-    seq: int | None = ...,
-    lossless: bool = ...,
-    path: str | PathLike[str] | None = ...,
-    run: Run | None = ...,
-) -> nn.Module: ...
+) -> AnyModule: ...
 
 
 @overload
 def shard(
-    model: nn.Module,
-    optimizer: Optimizer,
-    plan: Plan | str | PathLike[str] = ...,
+    model: AnyModule,
+    optimizer: AnyOptimizer,
+    plan: Plan | Auto | str | PathLike[str] = ...,
     *,
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
     timeout_s: float = ...,
-    micro_batch: int = ...,
-    accumulate: int = ...,
-    seq: int | None = ...,
-    lossless: bool = ...,
-    path: str | PathLike[str] | None = ...,
-    run: Run | None = ...,
-) -> tuple[nn.Module, Optimizer]: ...
+) -> tuple[AnyModule, AnyOptimizer]: ...
 
 
 def shard(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    plan: Plan | str | PathLike[str] = "zero3",
+    model: AnyModule,
+    optimizer: AnyOptimizer | None = None,
+    plan: Plan | Auto | str | PathLike[str] = "zero3",
     *,
     levels: str | Topology | None = None,
     elementwise: bool = False,
     timeout_s: float = DEFAULT_LIMIT_S,
-    micro_batch: int = 1,
-    accumulate: int = 1,
-    seq: int | None = None,
-    lossless: bool = False,
-    path: str | PathLike[str] | None = None,
-    run: Run | None = None,
-) -> Any:
+) -> AnyModule | tuple[AnyModule, AnyOptimizer]:
     """Shards a model (and its optimizer) in place over all ranks; collective.
 
-    ``plan`` is a preset's name, a plan file, a Plan, or ``auto``: the fastest that fits, for
-    ``accumulate`` micro-batches a step of ``micro_batch`` sequences of ``seq`` tokens on each rank;
-    ``lossless`` allows it no hop in fewer bits, ``path`` is a folder on a disk where states may
-    rest, and ``run(model, micro_batch, seq)`` runs a forward with its loss, for models that do not
-    take ``(input_ids, labels)``. ``levels`` describes the grid, innermost first
-    (``node=2,world=2``); by default it comes from torchrun. The model and the optimizer come back
-    as the same objects. Values: a model built in ``deferred_init`` is materialised unit by unit,
-    straight into parts; otherwise rank 0's values win. An optimizer that is built later is taken
-    over when it first steps. ``elementwise`` vouches for optimizer classes that shardwise does not
-    know. A rank that waits for another for more than ``timeout_s`` seconds raises a SyncError that
-    names the unit and the ranks.
+    The model and the optimizer come back as the same objects. A model built in ``deferred_init`` is
+    materialised unit by unit, straight into shards; otherwise rank 0's values win. An optimizer
+    that is built later is taken over at its first step.
 
-        >>> import torch, shardwise as sw
-        >>> model = torch.nn.Linear(4, 4)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> model, optimizer = sw.shard(model, optimizer, plan="zero3")
-        >>> model(torch.ones(2, 4)).sum().backward()
-        >>> optimizer.step()
+    - ``plan``: a preset's name, a plan file, a Plan, or an Auto, which probes the ranks and takes
+      the fastest plan that fits (``"auto"`` is short for ``Auto()``).
+    - ``levels``: the grid of ranks, innermost level first (``node=2,world=2``); by default
+      torchrun's ranks per node, and nodes.
+    - ``elementwise``: vouches that an optimizer class unknown to shardwise updates every element
+      on its own.
+    - ``timeout_s``: a rank that waits longer than this for another raises a SyncError that names
+      the unit and the ranks.
+
+    >>> import torch, shardwise as sw
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = sw.shard(model, optimizer, plan="zero3")
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
     """
+    _require_unsharded(model)
+    if optimizer is not None:
+        check_elementwise(optimizer, elementwise)
+    candidate = None
+    if plan == "auto":
+        plan = Auto()
+    if isinstance(plan, Auto):
+        candidate = auto.choose(model, plan, levels=levels)
+        plan = candidate.plan
+    runtime = _build(model, load_plan(plan), levels, timeout_s)
+    _install(runtime, optimizer, elementwise)
+    if candidate is not None:
+        auto.compare_soon(runtime, candidate)
+    _remember(model, runtime)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _require_unsharded(model: nn.Module) -> None:
     if model in _runtimes:
         raise UsageError(
             f"This {type(model).__name__} is sharded already; shardwise.unshard(model) first."
@@ -116,39 +121,32 @@ def shard(
             f"Module '{nested[0]}' of this {type(model).__name__} is sharded already; shard the "
             "whole model once, and use per-unit overrides for other spreads."
         )
-    if optimizer is not None:
-        check_elementwise(optimizer, elementwise)
-    candidate = None
-    if plan == "auto":
-        from shardwise import auto
 
-        candidate = auto.choose(
-            model,
-            levels=levels,
-            micro_batch=micro_batch,
-            accumulate=accumulate,
-            seq=seq,
-            path=str(path or ""),
-            loss=auto.Loss.NONE if lossless else auto.Loss.SAFE,
-            run=run,
-        )
-        plan = candidate.plan
-    else:
-        _check_unplanned(lossless=lossless, path=path, run=run)
-    chosen = load_plan(plan)
+
+def _build(
+    model: nn.Module, plan: Plan, levels: str | Topology | None, timeout_s: float
+) -> Runtime:
+    """Checks the plan on this grid and moves the model's values into shards; collective."""
     device = build.target_device(model)
     if device.type == "cpu":
-        chosen = chosen.without_accelerator()
+        plan = plan.without_accelerator()
     place = find_place(levels, device)
-    members = find_units(model, chosen, place.topology)
+    members = find_units(model, plan, place.topology)
     spec = spec_of(members, place.world)
-    check(chosen, place.topology, spec)
+    check(plan, place.topology, spec)
     grid = Grid.build(place, device, timeout_s)
-    runtime = build.build_runtime(model, chosen, grid, members, spec)
+    return build.build_runtime(model, plan, grid, members, spec)
+
+
+def _install(runtime: Runtime, optimizer: Optimizer | None, elementwise: bool) -> None:
+    """Puts the runtime between the model, autograd and the optimizer."""
     hooks.install(runtime)
     tiles.install(runtime)
     disk = runtime.homes.disk
-    recompute.install(runtime, disk and disk.store, disk and disk.pool)
+    if disk is None:
+        recompute.install(runtime, None)
+    else:
+        recompute.install(runtime, disk.store, disk.pool)
     if optimizer is not None:
         try:
             OptimizerTakeover(runtime, optimizer)
@@ -156,28 +154,24 @@ def shard(
             runtime.homes.close()
             raise
     watch(runtime, elementwise)
-    if candidate is not None:
-        auto.compare_soon(runtime, candidate)
+
+
+def _remember(model: nn.Module, runtime: Runtime) -> None:
+    """Keeps the runtime for the other functions, and frees its resources with the model."""
     _runtimes[model] = weakref.ref(runtime)
-    weakref.finalize(model, grid.end_lanes)
+    weakref.finalize(model, runtime.grid.end_lanes)
     weakref.finalize(model, runtime.homes.close)
-    return model if optimizer is None else (model, optimizer)
 
 
-def _check_unplanned(**given: object) -> None:
-    """Refuses what only ``plan='auto'`` asks for: it would change nothing."""
-    for name, value in given.items():
-        if value:
-            raise UsageError(
-                f"{name}={value} is for plan='auto'; this plan has wires and tiers of its own, so "
-                f"leave {name} away, or change the plan."
-            )
-
-
-def unshard(model: nn.Module) -> nn.Module:
+def unshard(model: AnyModule) -> AnyModule:
     """Undoes ``shard``: plain parameters with full values on every rank, no hooks; collective.
 
     The optimizer keeps working on the same parameters, but its states are dropped.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> sw.unshard(model).weight.sum().isfinite()
+    tensor(True)
     """
     runtime = runtime_of(model)
     runtime.require_idle("unshard", before_step=True)
@@ -194,14 +188,21 @@ def runtime_of(model: nn.Module) -> Runtime:
         raise UsageError(
             f"This {type(model).__name__} is not sharded; pass the model that shardwise.shard got."
         )
-    assert isinstance(runtime, Runtime)
     return runtime
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes inside only accumulate: gradients rest on G's rung until the next outside.
+    """For gradient accumulation: backward inside reduces gradients only as far as G's rung.
 
-    Saves the outer hops of all micro-batches but the last of a step.
+    The next backward outside runs the remaining hops, so that they run once per step.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> with sw.no_sync(model):
+    ...     model(torch.ones(1, 4)).sum().backward()
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> sw.full_grads(model)["bias"]
+    tensor([2., 2.])
     """
     return runtime_of(model).without_sync()
 
@@ -210,9 +211,16 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 def full_params(
     model: nn.Module, module: nn.Module | None = None, *, write: bool = False
 ) -> Iterator[None]:
-    """Inside, all parameters (or those of a sub-module) have their full values; collective.
+    """Inside, all parameters (or those of ``module``) have their full values; collective.
 
-    With ``write=True`` rank 0's changes come back to all shards at the end.
+    With ``write=True`` rank 0's changes are written to the shards of all ranks at the end.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> with sw.full_params(model, write=True):
+    ...     _ = torch.nn.init.zeros_(model.weight)
+    >>> sw.state_dict(model)["weight"].abs().max()
+    tensor(0.)
     """
     with access.full_params(runtime_of(model), module or model, write):
         yield
@@ -221,9 +229,15 @@ def full_params(
 def state_dict(
     model: nn.Module, *, rank0_only: bool = True, master: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Full parameters and buffers by name on rank 0 (or everywhere), streamed; collective.
+    """Full parameters and buffers by name, gathered unit by unit; collective.
 
-    ``master=True`` gives the optimizer's master weights where they are kept.
+    Only rank 0 gets them (the others get an empty dict) unless ``rank0_only=False``.
+    ``master=True`` gives the optimizer's master weights instead, where there are any.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> {name: tuple(value.shape) for name, value in sw.state_dict(model).items()}
+    {'weight': (2, 4), 'bias': (2,)}
     """
     return access.state_dict(runtime_of(model), rank0_only=rank0_only, master=master)
 
@@ -239,15 +253,24 @@ def export(
 ) -> None:
     """Writes the model as a folder of safetensors files that transformers loads; collective.
 
-    Units are gathered one after another, and rank 0 writes each parameter to its place at once: no
-    rank ever holds more than one unit. ``dtype`` converts all floating-point values; files are cut
-    at ``max_shard_bytes`` (a number, or a text such as ``"5 GB"``); ``master=True`` writes the
-    optimizer's master weights where they are kept (rank 0 then holds a unit twice). Tied parameters
-    are written once, under their first name. A model with a transformers configuration gets its
-    ``config.json``.
+    Units are gathered one after another and rank 0 writes each at once, so that no rank holds more
+    than one unit in full (two with ``master=True`` on rank 0). Tied parameters are written once,
+    under their first name. A model with a transformers configuration gets its ``config.json``.
 
-    The folder appears when it is whole. One that is not empty is an error, unless
-    ``overwrite=True`` replaces the weights in it; its other files stay.
+    - ``dtype``: converts all floating-point values.
+    - ``max_shard_bytes``: the largest file, as a number or as text such as ``"5 GB"``.
+    - ``master``: writes the optimizer's master weights, where there are any.
+    - ``overwrite``: replaces the weights in a folder that is not empty, which is otherwise an
+      error; other files in it stay.
+
+    The folder appears when it is complete.
+
+    >>> import tempfile, torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> folder = tempfile.mkdtemp()
+    >>> sw.export(model, f"{folder}/weights", dtype=torch.bfloat16)
+    >>> sw.load_pretrained(model, f"{folder}/weights")
+    Loaded(missing=(), unexpected=())
     """
     options = Options(dtype, parse_bytes(max_shard_bytes, "max_shard_bytes"), master, overwrite)
     export_model(runtime_of(model), Path(path), options)
@@ -256,22 +279,46 @@ def export(
 def load_pretrained(model: nn.Module, path: str | PathLike[str], *, strict: bool = True) -> Loaded:
     """Reads a safetensors file, or a folder of them, into a sharded model; collective.
 
-    Every rank reads the files itself, one tensor at a time, and keeps its parts; all ranks must see
-    the same files. Dtypes are converted, and master weights keep the files' precision. Names and
-    shapes that do not fit are listed in one error before anything is written; with
+    Every rank reads the files itself, one tensor at a time, and keeps its shards; all ranks must
+    see the same files. Dtypes are converted, and master weights keep the files' precision. Names
+    and shapes that do not fit are listed in one error before anything is written; with
     ``strict=False`` missing and unexpected names are returned instead. The optimizer's states stay
     as they are.
+
+    >>> import tempfile, torch, shardwise as sw
+    >>> from safetensors.torch import save_file
+    >>> file = f"{tempfile.mkdtemp()}/weights.safetensors"
+    >>> save_file({"bias": torch.ones(2)}, file)
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> sw.load_pretrained(model, file, strict=False)
+    Loaded(missing=('weight',), unexpected=())
     """
     return load_model(runtime_of(model), Path(path), strict=strict)
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The reduced gradients in full, by name, on every rank; collective."""
+    """The reduced gradients in full, by name, on every rank; collective.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> sw.full_grads(model)["bias"]
+    tensor([1., 1.])
+    """
     return access.full_grads(runtime_of(model))
 
 
 def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's states in full, by parameter name, on every rank; collective."""
+    """The optimizer's states in full, by parameter name, on every rank; collective.
+
+    >>> import torch, shardwise as sw
+    >>> model = torch.nn.Linear(4, 2)
+    >>> model, optimizer = sw.shard(model, torch.optim.AdamW(model.parameters()))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> sw.optim_state_dict(model, optimizer)["weight"]["exp_avg"].shape
+    torch.Size([2, 4])
+    """
     return access.optim_state_dict(runtime_of(model), optimizer)
 
 
@@ -285,8 +332,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` over the gradients of all ranks; collective.
 
-    ``foreach`` as there: None takes torch's foreach kernels where the device has them, False loops
-    over tensors, True insists on them.
+    Returns the norm before clipping. The arguments are torch's.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(3, 1))
+    >>> model(torch.ones(1, 3)).sum().backward()
+    >>> sw.clip_grad_norm_(model, 1.0)
+    tensor(2.)
     """
     return access.clip_grad_norm_(
         runtime_of(model), max_norm, float(norm_type), error_if_nonfinite, foreach
@@ -294,22 +346,37 @@ def clip_grad_norm_(
 
 
 def set_grad_divisor(model: nn.Module, divisor: float) -> None:
-    """What summed gradients are divided by from the next backward on (default: number of ranks).
+    """Sets what summed gradients are divided by from the next backward on (at first: the ranks).
 
-    For token-weighted losses: make each rank's loss a sum, and divide by the tokens of all ranks.
-    Set it before the first backward of a step.
+    For losses weighted by tokens: let each rank's loss be a sum over its tokens, and divide by the
+    tokens of all ranks. Call it before the first backward of a step.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> sw.set_grad_divisor(model, 8)
+    >>> model(torch.ones(8, 4)).sum().backward()
+    >>> sw.full_grads(model)["bias"]
+    tensor([1., 1.])
     """
     if not divisor > 0:
-        raise UsageError(f"The gradient divisor must be positive, got {divisor}.")
+        raise UsageError(
+            f"The gradient divisor is {divisor}; give a positive number, such as the tokens of all "
+            "ranks."
+        )
     runtime_of(model).executor.divisor = float(divisor)
 
 
 @contextmanager
 def trace(path: str | PathLike[str]) -> Iterator[None]:
-    """Records what this rank does inside, as a file that Chrome's tracing and Perfetto open.
+    """Records what this rank does inside, in a file that Perfetto and Chrome's tracing open.
 
-    Tracks: forward and backward of units, gathers and refreshes, reductions, updates of windows,
-    and each thread that reads and writes a disk. With several ranks give each its own path.
+    There are tracks for forward and backward of units, gathers and refreshes, reductions, updates,
+    and each thread that reads or writes a disk. With several ranks give each a path of its own.
+
+    >>> import tempfile, torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> with sw.trace(f"{tempfile.mkdtemp()}/step.json"):
+    ...     model(torch.ones(1, 4)).sum().backward()
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     with recording(Trace()) as recorded:
@@ -318,10 +385,15 @@ def trace(path: str | PathLike[str]) -> Iterator[None]:
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """What happened beyond the plan, memory of buffers, and how ranks meet.
+    """This rank's counters of communication beyond the plan, memory of buffers, and kinds of links.
 
-    The counters are zero when ranks and passes agree. ``links`` says for each level whether its
+    The counters are zero while ranks and passes agree. ``links`` says for each level whether its
     ranks read each other's memory, send messages, or use NCCL.
+
+    >>> import torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> sw.stats(model)["extra_gathers"]
+    0
     """
     runtime = runtime_of(model)
     counters = runtime.counters

@@ -1,5 +1,6 @@
-"""``plan="auto"``: probe the ranks that are here, plan for the model as it is, and say so."""
+"""``plan="auto"``: probe the ranks that run, plan for the model as it is, and print the choice."""
 
+import os
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from shardwise.planner.choices import wires
 from shardwise.planner.search import Candidate, Request, lacks, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
-from shardwise.plans.facts import Run
+from shardwise.plans.auto import Auto
 from shardwise.plans.ops import Kind
 from shardwise.plans.plan import Plan
 from shardwise.probing.cache import cached_probe
@@ -30,37 +31,29 @@ from shardwise.train.metrics import format_bytes
 
 
 def choose(
-    model: nn.Module,
-    *,
-    levels: str | Topology | None = None,
-    micro_batch: int = 1,
-    accumulate: int = 1,
-    seq: int | None = None,
-    path: str = "",
-    loss: Loss = Loss.SAFE,
-    run: Run | None = None,
-    quick: bool = False,
+    model: nn.Module, asked: Auto, *, levels: str | Topology | None = None, quick: bool = False
 ) -> Candidate:
-    """The fastest plan that fits, with what is predicted of it; collective, equal on all ranks.
+    """The fastest plan that fits, with what is predicted for it; collective, equal on all ranks.
 
-    ``seq`` is by default the longest sequence that the model's configuration names; ``run`` is a
-    forward with its loss where that does not take (input_ids, labels).
+    ``quick`` probes for tests: its figures mean little.
     """
-    tokens = seq or _longest(model)
-    if tokens is None:
+    seq = asked.seq or _longest(model)
+    if seq is None:
         raise UsageError(
             f"plan='auto' must know how long sequences are, and {type(model).__name__} does not "
-            "say; pass seq= to shardwise.shard."
+            "say; give plan=shardwise.Auto(seq=...)."
         )
     dtype = main_dtype(model)
     if dtype not in DTYPES:
         raise UsageError(
-            f"plan='auto' knows models in {', '.join(DTYPES)}, and this {type(model).__name__} is "
-            f"in {dtype}; give a preset or a plan."
+            f"plan='auto' can plan for models in {', '.join(DTYPES)}, and this "
+            f"{type(model).__name__} is in {dtype}; give a preset or a plan."
         )
-    facts = facts_of_module(model, run)
-    facts.work(micro_batch, tokens, Plan())  # what cannot be told is said before a minute is spent
+    facts = facts_of_module(model, asked.run)
+    # Raises what makes planning impossible before a minute is spent on probing.
+    facts.work(asked.micro_batch, seq, Plan())
     place = find_place(levels, probed_device())
+    path = os.fspath(asked.path)
     with shown(place.rank == 0) as progress:
         cluster = cached_probe(
             levels, dtype=dtype, path=path or None, progress=progress, quick=quick
@@ -68,17 +61,17 @@ def choose(
     request = Request(
         facts=facts,
         cluster=cluster,
-        global_batch=micro_batch * accumulate * cluster.world,
-        seq=tokens,
+        global_batch=asked.micro_batch * asked.accumulate * cluster.world,
+        seq=seq,
         path=path,
-        loss=loss,
-        batch=Batch(micro_batch, accumulate),
+        loss=Loss.NONE if asked.lossless else Loss.SAFE,
+        batch=Batch(asked.micro_batch, asked.accumulate),
     )
     found = search(request)
     if found.best is None:
         raise UsageError(
             f"No plan for {type(model).__name__} fits this machine: {lacks(request, found)}. Use "
-            "more ranks, a smaller micro-batch, or a disk (path=)."
+            "more ranks, a smaller micro-batch, or a disk: plan=shardwise.Auto(path=...)."
         )
     best = refine(request, found.best)
     if _is_first():
@@ -87,7 +80,7 @@ def choose(
 
 
 def compare_soon(runtime: Runtime, chosen: Candidate) -> None:
-    """After some steps it is told how long they take beside what was predicted."""
+    """Has the first rank print, after some steps, their measured time beside the predicted one."""
     trained = next((unit.name for unit in runtime.units if unit.trained), None)
     if trained is not None and _is_first():
         comparison = Comparison(trained, chosen.step_s, chosen.batch.accumulate)
@@ -102,25 +95,25 @@ def describe(chosen: Candidate, num_plans: int) -> str:
     """The choice in a few lines."""
     plan, estimate = chosen.plan, chosen.estimate
     states = {"P": plan.params, "G": plan.grads, "OS": plan.optim}
-    away = ", ".join(f"{name} on {s.tier}" for name, s in states.items() if s.tier != "device")
-    hidden = {use: seconds / estimate.step_s for use, seconds in estimate.exposed.items()}
-    largest = sorted(hidden, key=lambda use: -hidden[use])[:3]
-    apart = f", {len(plan.overrides)} units otherwise" if plan.overrides else ""
+    moved = "".join(f", {name} on {s.tier}" for name, s in states.items() if s.tier != "device")
+    shares = {use: seconds / estimate.step_s for use, seconds in estimate.exposed.items()}
+    largest = sorted(shares, key=lambda use: -shares[use])[:3]
+    overrides = f", overrides: {len(plan.overrides)}" if plan.overrides else ""
     return (
         f"auto: P={plan.params.spread} G={plan.grads.spread} OS={plan.optim.spread} "
         f"keep={plan.keep}, activations {plan.activations}, "
-        f"wires {wires(plan)}{apart}{away and f', {away}'}; best of {num_plans} plans\n"
-        f"auto: {estimate.step_s:.3f} s a step predicted ("
-        + ", ".join(f"{use} {hidden[use]:.0%}" for use in largest)
-        + f"), {format_bytes(estimate.memory.total)} a rank"
+        f"wires {wires(plan)}{overrides}{moved}; best of {num_plans} plans\n"
+        f"auto: {estimate.step_s:.3f} s per step predicted ("
+        + ", ".join(f"{use} {shares[use]:.0%}" for use in largest)
+        + f"), {format_bytes(estimate.memory.total)} per rank"
     )
 
 
 class Comparison:
-    """Tells once, after some steps, how long they really take beside what was predicted.
+    """Prints once, after some steps, how long they took beside what was predicted.
 
-    An observer of a runtime's operations: a unit's updates say where steps end, its reductions how
-    many micro-batches they have.
+    An observer of a runtime's operations: the updates of one unit show where steps end, its
+    reductions how many micro-batches a step has.
     """
 
     def __init__(self, unit: str, predicted_s: float, accumulate: int = 1) -> None:
@@ -144,18 +137,18 @@ class Comparison:
         if self._passes != self._accumulate:
             return (
                 f"auto: steps have {self._passes} micro-batches and were predicted for "
-                f"{self._accumulate}, so that predicted and measured are not compared"
+                f"{self._accumulate}; predicted and measured times are not compared"
             )
         steps = [end - begin for begin, end in pairwise(self._ended[WARM_UP:])]
         median = statistics.median(steps)
         return (
-            f"auto: {median:.3f} s a step measured (median of {len(steps)}), "
+            f"auto: {median:.3f} s per step measured (median of {len(steps)}), "
             f"{self._predicted_s:.3f} predicted: {self._predicted_s / median - 1:+.0%}"
         )
 
 
 WARM_UP, COMPARED = 2, 5
-"""Steps: of the first ones, which record orders and make states; and those that count."""
+"""Steps that are not timed (they record the order and create states), and steps that are."""
 
 
 def _longest(model: nn.Module) -> int | None:

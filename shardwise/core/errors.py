@@ -2,11 +2,19 @@
 
 
 class ShardwiseError(Exception):
-    """Base of every error that shardwise raises on purpose."""
+    """Base of every error that shardwise raises on purpose.
+
+    >>> import shardwise as sw
+    >>> try:
+    ...     sw.Auto(micro_batch=0)
+    ... except sw.ShardwiseError as error:
+    ...     print(type(error).__name__)
+    PlanError
+    """
 
 
 class PlanError(ShardwiseError, ValueError):
-    """A plan, a topology or a model that do not fit together."""
+    """A bad value in a plan, or a plan, a topology and a model that do not fit together."""
 
 
 class UsageError(ShardwiseError, RuntimeError):
@@ -14,4 +22,4 @@ class UsageError(ShardwiseError, RuntimeError):
 
 
 class SyncError(ShardwiseError, RuntimeError):
-    """Ranks that disagree, or a rank that did not arrive in time; names the unit and the ranks."""
+    """Ranks disagree, or one did not arrive in time; the message names the unit and the ranks."""

@@ -1,16 +1,22 @@
 """What a plan is: where parameters, gradients and optimizer states rest, and what is kept.
 
 [Note: Glossary]
+P, G, OS  parameters, gradients, optimizer states: a plan's three states
 unit      parameters that are gathered, reduced and updated together; usually one block
-flat      a unit's parameters of one dtype, end to end in one padded buffer
-spread    how far a state is cut: none (every rank has all of it), a level's name, or level:n
-rung      a step of the ladder (core/topology.py); rung 0 is the full buffer
-part      what one rank owns of a flat on some rung
-gather    parts climb to a finer-grained owner's view: from P's rung towards rung 0
-reduce    gradients descend from rung 0 to OS's rung, summed at each hop
-refresh   updated parameters climb from OS's rung to P's
-keep      the rung of P that survives between forward and backward
-master    the copy of the parameters that the optimizer updates, when its dtype differs
+flat      a unit's parameters of one (dtype, requires_grad), end to end in one padded buffer
+spread    over which ranks a state is sharded: none (every rank has all of it), a level's name, or
+          level:n to stop inside a level
+rung      how finely a flat is sharded (core/topology.py): rung 0 is the full buffer, and each
+          further rung cuts every shard of the rung above
+shard     what one rank owns of a flat on some rung; ``part`` in the code
+hop       the way between two neighbouring rungs: one collective on the links of one level
+gather    all-gather of a unit's parameters, climbing from P's rung towards rung 0, the full buffer
+reduce    reduce-scatter of a unit's gradients, descending from rung 0 to OS's rung, summed at each
+          hop; where replicas of OS remain, an all-reduce between them at the end
+refresh   all-gather of updated parameters after a step, climbing from OS's rung to P's
+keep      the rung of P that stays gathered between forward and backward
+master    the copy of the parameters that the optimizer updates, where P's memory cannot serve
+          (see ``has_master``)
 wire      the format in which a state travels on a hop (core/wire.py); raw unless the plan says so
 tier      where a state rests between uses: the device, host memory (cpu), or a disk (nvme)
 tile      some rows of a matrix that is too large to be gathered at once: a unit of its own
@@ -32,72 +38,103 @@ UPDATES = ("step", "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlan:
-    """How one of the three states rests between uses."""
+    """How one of the three states is sharded, how it travels, and where it rests.
+
+    >>> import shardwise as sw
+    >>> sw.Plan(optim=sw.StatePlan(spread="world", tier="cpu")).optim
+    StatePlan(spread='world', wire='', tier='cpu')
+    """
 
     spread: str = "none"
-    """``none``, the name of a level, or ``level:n`` to stop inside a level."""
+    """Over which ranks the state is sharded: ``none`` (every rank has all of it), the name of a
+    level, or ``level:n`` to stop inside a level."""
     wire: str = ""
-    """How the state travels: ``int8`` on every hop, ``int4,node=int8`` by level, nothing: as it is.
+    """How the state travels: ``int8`` on every hop, or by level, as in ``int4,node=int8``. Empty:
+    in its own dtype.
 
-    P's wire is that of its gathers, G's of reductions (and of the way back to replicas), OS's of
-    the refresh. The options are in ``core/wire.py``."""
+    P's wire is that of gathers, G's that of reductions (all-reduces between replicas included), and
+    OS's that of the refresh. ``core/wire.py`` has the options."""
     tier: str = "device"
     """Where the state rests between uses: ``device``, ``cpu`` or ``nvme``. On a machine without an
-    accelerator the first two are one memory."""
+    accelerator, device and cpu are the same memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of a step, by their torch names; None leaves the choice written beside it."""
+    """The dtypes of a step, by their torch names.
+
+    >>> import shardwise as sw
+    >>> mixed = sw.Precision(compute="bfloat16", reduce="bfloat16")
+    >>> mixed.compute_dtype("float32"), mixed.master_dtype("float32")
+    ('bfloat16', 'float32')
+    """
 
     compute: str | None = None
-    """Parameters in forward and backward. None: as the model has them."""
+    """Of parameters in forward and backward. None: the model's."""
     reduce: str | None = None
-    """Gradients while they travel; sums are made in the master's dtype. None: as computed."""
+    """Of gradients while they travel; they are summed in the master's dtype. None: as computed."""
     master: str | None = None
-    """What the optimizer updates, and accumulators. None: float32, or wider if the model is."""
+    """Of what the optimizer updates, and of gradient accumulators. None: float32, or the model's
+    dtype if that is wider."""
 
     def compute_dtype(self, dtype: str) -> str:
+        """The dtype in forward and backward of a parameter that the model has in ``dtype``."""
         return self.compute if self.compute and _is_float(dtype) else dtype
 
     def reduce_dtype(self, dtype: str) -> str:
+        """The dtype in which the gradient of such a parameter travels."""
         return self.reduce if self.reduce and _is_float(dtype) else self.compute_dtype(dtype)
 
     def master_dtype(self, dtype: str) -> str:
-        """The master's dtype for a parameter that the model has in ``dtype``."""
+        """The dtype in which the optimizer updates such a parameter."""
         wide = dtype if DTYPE_BYTES[dtype] > 4 else "float32"
         return self.master if self.master and _is_float(dtype) else wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """What a rank may use of each tier, and how states move between them."""
+    """What each rank may use of each tier, and how states move to and from tiers.
+
+    >>> import shardwise as sw
+    >>> from dataclasses import replace
+    >>> budget = sw.Tiers(path="/mnt/fast/scratch", device_bytes=20 << 30)
+    >>> replace(sw.presets.infinity(), tiers=budget).rests_on("nvme")
+    True
+    """
 
     path: str = ""
-    """A folder on the disk of tier ``nvme``; needed where a state rests there."""
+    """A folder on the disk of tier ``nvme``; required where a state rests there."""
     device_bytes: int | None = None
-    """Budgets: a rank that would hold more raises an error. None: as much as there is."""
+    """Budget per rank: holding more raises a BudgetError. None: no limit."""
     cpu_bytes: int | None = None
-    """Of host memory beside an accelerator's; without one ``device_bytes`` is for all memory."""
+    """The same for host memory beside an accelerator. Without an accelerator, ``device_bytes``
+    limits all memory."""
     nvme_bytes: int | None = None
+    """The same for the disk."""
     window_numel: int = 1 << 22
-    """Elements of a slice of optimizer states that is updated at once while the next one is read
-    and the last one written."""
+    """Elements of optimizer states on a tier that are updated at once, while the next window is
+    read and the previous one written."""
     update: str = "step"
     """When units with gradients or optimizer states on a tier are updated: in the optimizer's
-    ``step``, or in ``backward``, as soon as a unit's gradients are reduced, which leaves nothing to
-    clip or to skip."""
+    ``step``, or in ``backward``, as soon as a unit's gradients are reduced; then gradients can
+    neither be clipped nor a step skipped."""
     checksum: bool = False
-    """Whether what is read back from the disk is compared with what was written."""
+    """Whether data read back from the disk is compared with what was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Layers that are computed in tiles, each gathered, reduced and updated for itself."""
+    """Which layers are computed in tiles, each gathered, reduced and updated on its own.
+
+    >>> import shardwise as sw
+    >>> from dataclasses import replace
+    >>> replace(sw.presets.zero3(), tiling=sw.Tiling(numel=1 << 26)).tiling.loss
+    True
+    """
 
     numel: int = 0
     """Linear layers and embeddings with more elements are cut into tiles of at most this many;
-    0: none. Only where their parameters travel: what rests in full gains nothing."""
+    0: none. Layers whose parameters rest in full on every rank stay whole."""
     loss: bool = True
     """Whether the cross entropy of a tiled projection is computed tile by tile as well, so that
     its logits never exist as a whole."""
@@ -105,9 +142,18 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """Other spreads for the units whose name matches ``unit`` (``*`` and ``?`` as in a shell)."""
+    """Other settings for some units; what is None stays as in the plan.
+
+    >>> import shardwise as sw
+    >>> from dataclasses import replace
+    >>> first = sw.Override(unit="blocks.0", keep="full")
+    >>> plan = replace(sw.presets.zero3(), overrides=(first,))
+    >>> plan.for_unit("blocks.0").keep, plan.for_unit("blocks.1").keep
+    ('full', 'none')
+    """
 
     unit: str
+    """Which units, by name; ``*`` and ``?`` match as in a shell."""
     params: StatePlan | None = None
     grads: StatePlan | None = None
     optim: StatePlan | None = None
@@ -116,33 +162,48 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where P, G and OS rest, what is kept, and in which dtypes a step runs."""
+    """How a model is trained: where P, G and OS rest, what is kept, and in which dtypes.
+
+    Presets return plans; ``dataclasses.replace`` changes one; docs/plans.md has the form as TOML.
+
+    >>> import shardwise as sw
+    >>> cut = sw.StatePlan(spread="world")
+    >>> plan = sw.Plan(name="mine", grads=cut, optim=cut)  # ZeRO-2
+    >>> sw.simulate(plan, "llama-7b", "dgx-a100", seq=2048).step_s < 10
+    True
+    """
 
     name: str = "custom"
+    """For messages and reports."""
     params: StatePlan = field(default_factory=StatePlan)
+    """P."""
     grads: StatePlan = field(default_factory=StatePlan)
+    """G; in ``no_sync`` gradients are reduced to its rung and rest there."""
     optim: StatePlan = field(default_factory=StatePlan)
+    """OS, master weights included."""
     keep: str = "none"
-    """What survives of gathered parameters after forward: ``none``, a spread, or ``full``."""
+    """What stays of gathered parameters between forward and backward: ``none`` (only P's own
+    shard), a spread, or ``full``."""
     keep_until: str = "backward"
-    """``backward`` drops the kept rung there; ``step`` keeps it for all micro-batches of a step."""
+    """When the kept rung is freed: ``backward``, or ``step`` after all micro-batches of a step."""
     activations: str = "keep"
-    """What forward saves for backward: ``keep`` all of it, ``recompute`` it from the inputs of
-    units, or rest these inputs on ``cpu`` or ``nvme`` as well."""
+    """What becomes of activations: ``keep`` all that autograd saves, ``recompute`` them from the
+    inputs of units, or also move these inputs to ``cpu`` or ``nvme`` until backward."""
     precision: Precision = field(default_factory=Precision)
     prefetch: int = 1
-    """How many units ahead of their use are gathered; from a tier they come one unit earlier."""
+    """How many units ahead of their use are gathered; shards on a tier are read one unit earlier
+    than that."""
     tiers: Tiers = field(default_factory=Tiers)
     tiling: Tiling = field(default_factory=Tiling)
     units: tuple[str, ...] = ()
-    """Patterns of module names that are units; empty: found automatically."""
+    """Patterns of names of modules that become units; empty: units are found automatically."""
     min_unit_numel: int = 100_000
-    """Automatically found units smaller than this stay in the root unit."""
+    """Automatically found units with fewer parameters stay in the root unit."""
     overrides: tuple[Override, ...] = ()
     """Later overrides win over earlier ones."""
 
     def for_unit(self, unit: str) -> "Plan":
-        """This plan with the overrides that match a unit applied; a tile's are its unit's."""
+        """This plan with the overrides that match a unit; a tile has those of its unit."""
         plan = self
         for override in self.overrides:
             if fnmatchcase(untiled(unit), override.unit):
@@ -157,12 +218,12 @@ class Plan:
 
     @property
     def moving_tier(self) -> str | None:
-        """Where an update reads from and writes to; None: all of it is on the device."""
+        """The tier that an update reads from and writes to; None: the device only."""
         states = (self.optim, self.grads, self.params)
         return next((state.tier for state in states if state.tier != "device"), None)
 
     def without_accelerator(self) -> "Plan":
-        """The same on a machine where the device's memory is the host's: nothing rests apart.
+        """The same plan where the device's memory is the host's, so that tier cpu is the device.
 
         >>> Plan(optim=StatePlan(tier="cpu"), activations="cpu").without_accelerator().activations
         'recompute'
@@ -182,9 +243,7 @@ class Plan:
             overrides=tuple(replace(override, **merged(override)) for override in self.overrides),
             activations="recompute" if self.activations == "cpu" else self.activations,
         )
-        if (
-            self.streams_updates() and not plan.streams_updates()
-        ):  # then nothing is left that streams
+        if self.streams_updates() and not plan.streams_updates():
             plan = replace(plan, tiers=replace(plan.tiers, update="step"))
         return plan
 
@@ -195,7 +254,7 @@ class Plan:
         return any(state is not None and state.tier != "device" for state in states)
 
     def rests_on(self, tier: str) -> bool:
-        """Whether any state of any unit, or activations, rest on a tier.
+        """Whether any state of any unit, or activations, rest on ``tier``.
 
         >>> Plan(optim=StatePlan(tier="nvme")).rests_on("nvme"), Plan().rests_on("nvme")
         (True, False)
@@ -205,7 +264,7 @@ class Plan:
         return self.activations == tier or any(state.tier == tier for state in states)
 
     def is_lossy(self, dtype: str = "float32") -> bool:
-        """Whether values of a float dtype may change on some hop of some unit.
+        """Whether a hop of any unit may change values of ``dtype``.
 
         >>> Plan(grads=StatePlan(wire="world=int4")).is_lossy(), Plan().is_lossy()
         (True, False)
@@ -217,7 +276,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """A plan resolved for one unit on one topology: every state's rung on one ladder."""
+    """A plan resolved for one unit on one topology: the rung of every state on one ladder."""
 
     ladder: Ladder
     params: int
@@ -232,22 +291,22 @@ class Rungs:
 
     @property
     def granules(self) -> int:
-        """Parts of the bottom rung: blocks of a wire format never straddle them."""
+        """Number of shards on the bottom rung; blocks of a wire format never straddle them."""
         return self.ladder.parts[self.bottom]
 
 
 def format_of(wire: str, step: Step, dtype: str) -> Format | None:
-    """The format in which a state of ``dtype`` travels on a step; None: as it is."""
+    """The format in which a state of ``dtype`` travels on a step; None: in its own dtype."""
     if not _is_float(dtype):
-        return None  # numbers that are not floats have no lossy form
+        return None  # only floats have lossy formats
     return Wire.parse(wire).at(step.level, innermost=step.stride == 1)
 
 
 def has_master(plan: Plan, rungs: Rungs, dtype: str) -> bool:
-    """Whether the optimizer updates a copy of its own, rather than P's memory.
+    """Whether the optimizer updates a copy of its own rather than P's memory.
 
-    It needs one where the dtypes differ, and where a lossy refresh tells others (and, so that all
-    replicas hold equal bits, this rank as well) something else than the exact new values.
+    It needs one where the dtypes differ, and where the refresh is lossy: then P holds decoded
+    values on all ranks, the sender included, so that replicas hold equal bits.
     """
     precision = plan.precision
     if precision.master_dtype(dtype) != precision.compute_dtype(dtype):
@@ -257,14 +316,14 @@ def has_master(plan: Plan, rungs: Rungs, dtype: str) -> bool:
 
 
 def keep_factor(plan: Plan, topology: Topology) -> int:
-    """Number of parts of the kept rung: P's own when nothing is kept, 1 when all of it is."""
+    """Number of shards on the kept rung: P's when nothing more is kept, 1 when all of it is."""
     if plan.keep == "none":
         return topology.factor(plan.params.spread)
     return 1 if plan.keep == "full" else topology.factor(plan.keep)
 
 
 def resolve(plan: Plan, topology: Topology, unit: str) -> Rungs:
-    """The rungs of a unit's states. The plan must be legal (``validate.check``)."""
+    """The rungs of a unit's states; the plan must be legal (``validate.check``)."""
     plan = plan.for_unit(unit)
     keep = keep_factor(plan, topology)
     params, grads, optim = (
@@ -277,7 +336,7 @@ def resolve(plan: Plan, topology: Topology, unit: str) -> Rungs:
 
 
 def tile_name(unit: str, param: str, start: int, stop: int) -> str:
-    """The unit of some rows of a parameter that is named as in its own unit.
+    """The name of the unit that is a tile: rows ``start`` to ``stop`` of a unit's parameter.
 
     >>> tile_name("blocks.0", "blocks.0.up.weight", 0, 512)
     'blocks.0/up.weight[0:512]'
@@ -286,7 +345,7 @@ def tile_name(unit: str, param: str, start: int, stop: int) -> str:
 
 
 def untiled(unit: str) -> str:
-    """The unit that a tile was cut from; any other unit is its own.
+    """The name of the unit that a tile was cut from; that of any other unit as it is.
 
     >>> untiled("blocks.0/up.weight[0:512]"), untiled("root")
     ('blocks.0', 'root')

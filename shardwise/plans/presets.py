@@ -1,4 +1,10 @@
-"""Strategies by name: each a small function that returns a Plan. Nothing else knows a 'stage'."""
+"""Strategies by name: each a small function that returns a Plan. Nothing else knows a 'stage'.
+
+>>> zero3(keep="node").keep
+'node'
+>>> hsdp(precision=Precision(compute="bfloat16")).optim.spread
+'node'
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,51 +41,57 @@ def _plan(
 
 
 def ddp(*, precision: Precision | None = None) -> Plan:
-    """Everything replicated; gradients averaged over all ranks."""
+    """DDP: everything replicated, gradients all-reduced."""
     return _plan("ddp", "none", "none", "none", "none", precision)
 
 
 def zero1(*, precision: Precision | None = None) -> Plan:
-    """Optimizer states cut over all ranks."""
+    """ZeRO-1: optimizer states sharded over all ranks."""
     return _plan("zero1", "none", "none", "world", "none", precision)
 
 
 def zero2(*, precision: Precision | None = None) -> Plan:
-    """Optimizer states and gradients cut over all ranks."""
+    """ZeRO-2: optimizer states and gradients sharded over all ranks."""
     return _plan("zero2", "none", "world", "world", "none", precision)
 
 
 def zero3(*, keep: str = "none", precision: Precision | None = None) -> Plan:
-    """All three states cut over all ranks. ``keep="node"`` is ZeRO++'s secondary partition."""
+    """ZeRO-3: all three states sharded over all ranks.
+
+    ``keep="node"`` keeps ZeRO++'s secondary partition (hpZ) between forward and backward.
+    """
     return _plan("zero3", "world", "world", "world", keep, precision)
 
 
 def fsdp(*, reshard_after_forward: bool = True, precision: Precision | None = None) -> Plan:
-    """PyTorch's fully_shard: zero3, optionally keeping gathered parameters until backward."""
+    """PyTorch's ``fully_shard``: zero3.
+
+    ``reshard_after_forward=False`` keeps gathered parameters from forward to backward.
+    """
     keep = "none" if reshard_after_forward else "full"
     return _plan("fsdp", "world", "world", "world", keep, precision)
 
 
 def hsdp(*, keep: str = "none", precision: Precision | None = None) -> Plan:
-    """All three states cut inside a node, replicated between nodes."""
+    """HSDP: all three states sharded inside a node and replicated between nodes."""
     return _plan("hsdp", "node", "node", "node", keep, precision)
 
 
 def mics(group: str = "node", *, precision: Precision | None = None) -> Plan:
-    """MiCS: all three states cut over a group of any size, such as ``node:4`` or ``world:2``."""
+    """MiCS: all three states sharded over a group, such as ``node``, ``node:4`` or ``world:2``."""
     return _plan("mics", group, group, group, "none", precision)
 
 
 def amsp(*, precision: Precision | None = None) -> Plan:
-    """AMSP's own: parameters and gradients inside a node, optimizer states over all ranks."""
+    """AMSP: parameters and gradients sharded inside a node, optimizer states over all ranks."""
     return _plan("amsp", "node", "node", "world", "none", precision)
 
 
 def zeropp(*, precision: Precision | None = None) -> Plan:
-    """ZeRO++: zero3 with int8 gathers, a second partition in the node, and reductions in few bits.
+    """ZeRO++: zero3 with int8 all-gathers, a secondary partition in the node, quantised gradients.
 
-    Gradients travel as int8 inside a node and as int4 between nodes: of int4 on both hops others
-    report a loss of quality (SDP4Bit). docs/wires.md has ours.
+    Gradients travel as int8 inside a node and as int4 between nodes: SDP4Bit reports a loss of
+    quality for int4 on both hops. docs/wires.md has our measurements.
     """
     plan = zero3(keep="node", precision=precision)
     return replace(
@@ -91,10 +103,10 @@ def zeropp(*, precision: Precision | None = None) -> Plan:
 
 
 def lean(*, precision: Precision | None = None) -> Plan:
-    """The least on the slow link: amsp, whose gradients and weight updates leave a node as int4.
+    """amsp with the fewest bytes between nodes: gradients and weight updates leave a node as int4.
 
-    What is refreshed after a step is the difference to the weights that the node still has. Inside
-    a node gradients travel as bfloat16: more exact than int8, and a fast link gains nothing by it.
+    The refresh sends the difference to the weights that the node still has. Inside a node
+    gradients travel as bfloat16: more exact than int8, and fast links gain nothing from fewer bits.
     """
     plan = amsp(precision=precision)
     return replace(
@@ -108,7 +120,8 @@ def lean(*, precision: Precision | None = None) -> Plan:
 def infinity(path: str = "", *, precision: Precision | None = None) -> Plan:
     """ZeRO-Infinity: zero3 with every state on the disk at ``path``.
 
-    Activations are recomputed, and layers of more than 67 million elements computed in tiles.
+    Activations are recomputed, and layers of more than 67 million elements are computed in tiles.
+    ``path`` is a folder; it may be left empty here and set in ``tiers`` later.
     """
     plan = zero3(precision=precision)
     return replace(

@@ -47,6 +47,11 @@ def probe(
     ``levels`` describes the grid as for ``shard``. Compute is measured in float32, in ``dtype``,
     and in bfloat16 where the device has instructions for it; a disk where ``path`` is a folder on
     one. It takes a minute or so. ``quick`` is for tests: its figures mean little.
+
+    >>> import shardwise as sw
+    >>> cluster = sw.probe(quick=True)
+    >>> sw.simulate("zero3", "gpt-mini", cluster, seq=128, dtype="float32").step_s > 0
+    True
     """
     check_dtype(dtype)
     device = probed_device()

@@ -23,7 +23,7 @@ from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import PlanError, ShardwiseError, UsageError
 from shardwise.planner.search import Candidate
-from shardwise.planner.space import Loss
+from shardwise.plans.auto import Auto
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.plan import Plan
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
@@ -141,16 +141,15 @@ def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, Candidate
             )
         return load_plan(config.plan), None
     batching = config.batching(dist.get_world_size())
+    asked = Auto(
+        seq=config.train.seq,
+        micro_batch=batching.micro_batch,
+        accumulate=batching.accumulation,
+        lossless=config.lossless,
+        path=config.nvme or "",
+    )
     try:
-        chosen = choose(
-            model,
-            levels=config.levels,
-            micro_batch=batching.micro_batch,
-            accumulate=batching.accumulation,
-            seq=config.train.seq,
-            path=config.nvme or "",
-            loss=Loss.NONE if config.lossless else Loss.SAFE,
-        )
+        chosen = choose(model, asked, levels=config.levels)
     except (PlanError, UsageError) as error:
         raise ConfigError(f"{error} (or name a plan instead of auto: --plan zero3)") from error
     return chosen.plan, chosen

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import auto
 from shardwise.api import runtime_of
-from shardwise.core.errors import UsageError
+from shardwise.core.errors import PlanError, UsageError
 from shardwise.cost.file import load_cluster
-from shardwise.planner.space import Loss
+from shardwise.planner.search import Request, evaluate, search
+from shardwise.planner.space import Batch, Loss
 from shardwise.plans.file import load_plan
 from shardwise.probing import recheck
 from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine, train_plain
@@ -31,9 +32,10 @@ def check_choice(cache: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setattr(recheck, "CHANGED", 1e3)  # a quick probe's links are never the same
     model = make(TinyGPT, torch.float32)
-    chosen = auto.choose(model, levels="world=2", seq=8, run=run_on_loss, quick=True)
+    asked = sw.Auto(seq=8, run=run_on_loss)
+    chosen = auto.choose(model, asked, levels="world=2", quick=True)
     assert chosen.step_s > 0
-    again = auto.choose(model, levels="world=2", seq=8, run=run_on_loss, quick=True)
+    again = auto.choose(model, asked, levels="world=2", quick=True)
     assert again.plan == chosen.plan  # the stored probe gives the same answer
     seen = [None] * dist.get_world_size()
     dist.all_gather_object(seen, chosen.plan)
@@ -50,22 +52,30 @@ def test_all_ranks_choose_the_same_plan(two, tmp_path):
     assert len(set(two.run(check_choice_on_rank, str(tmp_path), limit_s=120))) == 1
 
 
+def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the search is asked for from here on."""
+    requests: list[Request] = []
+
+    def recorded(request: Request):
+        requests.append(request)
+        return search(request)
+
+    monkeypatch.setattr(auto, "search", recorded)
+    return requests
+
+
 def check_training(cache: str) -> None:
     losses = train_plain(make(TinyGPT, torch.float32))
     model = make(TinyGPT, torch.float32)
     optimizer = adamw(model)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
-        choose = auto.choose
-
-        def quickly(model, **options):
-            assert options["loss"] is Loss.NONE
-            assert options["path"] == cache
-            return choose(model, **options, quick=True)
-
-        monkeypatch.setattr(auto, "choose", quickly)
-        given = {"seq": 8, "lossless": True, "path": cache, "run": run_on_loss}
-        sw.shard(model, optimizer, plan="auto", levels="world=2", **given)
+        monkeypatch.setattr(auto, "choose", partial(auto.choose, quick=True))
+        requests = record_requests(monkeypatch)
+        asked = sw.Auto(seq=8, lossless=True, path=Path(cache), run=run_on_loss)
+        sw.shard(model, optimizer, plan=asked, levels="world=2")
+    (request,) = requests
+    assert (request.seq, request.loss, request.path) == (8, Loss.NONE, cache)
     assert not runtime_of(model).plan.is_lossy("float32")
     for step in range(3):
         loss = lm_loss(model, *mine(*batch(step)))
@@ -83,13 +93,13 @@ def test_a_model_trains_under_the_choice(two, tmp_path):
 
 
 def test_the_length_of_sequences_must_be_known():
-    with pytest.raises(UsageError, match="pass seq="):
-        auto.choose(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"Linear does not say; give plan=shardwise\.Auto\(seq="):
+        sw.shard(torch.nn.Linear(2, 2), plan="auto")
 
 
 def test_a_dtype_that_no_probe_measures_is_named():
     with pytest.raises(UsageError, match="float64"):
-        auto.choose(torch.nn.Linear(2, 2).double(), seq=8)
+        auto.choose(torch.nn.Linear(2, 2).double(), sw.Auto(seq=8))
 
 
 def told(passes: int, capsys, steps: int = 12, accumulate: int = 1) -> list[str]:
@@ -111,7 +121,7 @@ def told(passes: int, capsys, steps: int = 12, accumulate: int = 1) -> list[str]
 @pytest.mark.parametrize("passes", [1, 2])
 def test_predicted_and_measured_are_compared_once(capsys, passes):
     (line,) = told(passes, capsys, accumulate=passes)
-    assert re.fullmatch(r"auto: \d\.\d{3} s a step measured \(median of 5\), 2\.000 predicted: \+\d+%", line)  # fmt: skip
+    assert re.fullmatch(r"auto: \d\.\d{3} s per step measured \(median of 5\), 2\.000 predicted: \+\d+%", line)  # fmt: skip
 
 
 def test_steps_of_several_micro_batches_are_not_compared(capsys):
@@ -129,7 +139,8 @@ def refined(cache: str) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
         monkeypatch.setattr(auto, "refine", lambda _, best: asked.append(best) or best)
-        auto.choose(make(TinyGPT, torch.float32), seq=8, run=run_on_loss, quick=True)
+        asked_for = sw.Auto(seq=8, run=run_on_loss)
+        auto.choose(make(TinyGPT, torch.float32), asked_for, quick=True)
     return len(asked)
 
 
@@ -160,15 +171,37 @@ def test_the_trainer_compares_after_some_steps(one, tmp_path):
     assert lines[0].startswith(f"auto: P={plan.params.spread} G={plan.grads.spread} ")
 
 
-@pytest.mark.parametrize("name", ["lossless", "path", "run"])
-def test_what_auto_is_asked_for_does_not_change_a_plan_silently(name):
-    with pytest.raises(UsageError, match=f"{name}=.*is for plan='auto'"):
-        sw.shard(torch.nn.Linear(2, 2), plan="zeropp", **{name: True})
+@pytest.mark.parametrize(
+    ("bad", "remedy"),
+    [
+        (
+            {"seq": 0},
+            "seq=0 in shardwise.Auto cannot be used; give the tokens of a sequence as a whole number of at least 1.",
+        ),
+        ({"seq": 2048.0}, "seq=2048.0"),
+        (
+            {"micro_batch": -1},
+            "micro_batch=-1 in shardwise.Auto cannot be used; give the sequences that a rank",
+        ),
+        ({"accumulate": True}, "accumulate=True"),
+        ({"lossless": "no"}, "give True or False"),
+        ({"path": None}, "leave it out to use no disk"),
+        ({"run": "model"}, "give a function of"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said_at_once(bad, remedy):
+    with pytest.raises(PlanError) as error:
+        sw.Auto(**bad)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize("given", [{"seq": 8}, {"lossless": True}, {"micro_batch": 1}])
+def test_what_only_auto_can_use_is_no_argument_of_shard(given):
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        sw.shard(torch.nn.Linear(2, 2), plan="zeropp", **given)
 
 
 def test_a_choice_is_told_with_its_tiers_and_wires():
-    from shardwise.planner.search import Request, evaluate
-    from shardwise.planner.space import Batch
     from shardwise.train.facts import facts_of
 
     cluster = load_cluster("dgx2-v100")

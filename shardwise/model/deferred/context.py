@@ -13,10 +13,19 @@ from shardwise.model.deferred.recorder import Recorder
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Models built inside get their large tensors without memory, on the meta device.
+    """Models built inside have their large tensors on the meta device, without memory.
 
-    Nested contexts are one. Writes after the context are not recorded: those through a registered
-    parameter make `materialize` raise, those through `parameter.data` go unnoticed.
+    `shard` gives them the values that they were initialised with. Nested contexts act as one.
+    Writes after the context are not recorded: those through a registered parameter make
+    `materialize` raise, those through `parameter.data` go unnoticed.
+
+    >>> import torch, shardwise as sw
+    >>> with sw.deferred_init():
+    ...     model = torch.nn.Linear(1024, 1024)
+    >>> model.weight.is_meta
+    True
+    >>> sw.shard(model).weight.is_meta
+    False
     """
     if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
         yield
