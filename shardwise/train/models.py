@@ -4,8 +4,9 @@ Called inside `sw.deferred_init()`, so that building costs no memory whatever th
 """
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ def _build_transformers(config: ModelConfig, dtype: torch.dtype, dropout: bool) 
     if not dropout:
         _switch_dropout_off(shape)
     try:
-        return AutoModelForCausalLM.from_config(shape, dtype=dtype)
+        build: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
+        return build(shape, dtype=dtype)
     except ValueError as error:
         raise ConfigError(f"model {config.name}: {_first_line(error)}") from None
 
@@ -125,7 +127,7 @@ def _transformers_config(name: str) -> "PretrainedConfig":
     if not file.is_file():
         raise ConfigError(f"model {name!r}: there is no file {file}")
     try:
-        return AutoConfig.from_pretrained(file)
+        return cast("PretrainedConfig", AutoConfig.from_pretrained(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {name!r}: {file} is no config: {_first_line(error)}") from None
 
