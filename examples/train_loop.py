@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.train.gpt import GPT, sized
+from shardwise.model.gpt import GPT, sized
 
 
 def main() -> None:

@@ -30,13 +30,13 @@ from shardwise.core import cluster as described
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster, load_cluster
 from shardwise.cost.simulate import Estimate
+from shardwise.model.named import facts_of
 from shardwise.planner.search import Request, evaluate, search
 from shardwise.planner.space import Batch
 from shardwise.plans import presets
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.memory import memory
 from shardwise.plans.plan import Plan, StatePlan
-from shardwise.train.facts import facts_of
 
 CHOSEN = "auto"
 TURN_S = 6.0

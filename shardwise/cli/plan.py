@@ -11,7 +11,7 @@ import typer
 
 from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 from shardwise.core.errors import UsageError
-from shardwise.train.metrics import format_bytes, format_count
+from shardwise.core.sizes import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,8 +78,8 @@ def plan(
       shardwise probe -o here.toml && shardwise plan --cluster here.toml --model gpt-small --seq 512
     """
     from shardwise.planner.advice import advise
-    from shardwise.planner.api import request
     from shardwise.planner.chart import check_chart
+    from shardwise.planning import request
 
     if chart is not None:
         check_chart(chart)

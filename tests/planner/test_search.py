@@ -13,6 +13,7 @@ from shardwise.cli.main import app, run
 from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
+from shardwise.model.named import facts_of
 from shardwise.planner import space
 from shardwise.planner.advice import _binds, _faster, advise
 from shardwise.planner.choices import wires as wires_of
@@ -31,7 +32,6 @@ from shardwise.plans.file import load_plan
 from shardwise.plans.plan import Precision, Tiling
 from shardwise.plans.presets import PRESETS
 from shardwise.plans.validate import violations
-from shardwise.train.facts import facts_of
 
 
 def slow_cluster(*, node: float = 2e9, world: float = 0.1e9, memory: int = 1 << 30) -> Cluster:

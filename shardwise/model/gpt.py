@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: the built-in model of the reference trainer.
+"""A small GPT in plain PyTorch: what the trainer trains by default, and whose blocks probes time.
 
 Pre-norm blocks, causal scaled-dot-product attention, learned positions, tied embeddings. It knows
 nothing of shardwise: every strategy is applied from outside.
