@@ -12,7 +12,8 @@ from shardwise.cost.habits import Habits
 from shardwise.cost.simulate import Estimate
 from shardwise.cost.simulate import simulate as simulate_step
 from shardwise.model.named import facts_of
-from shardwise.planner.search import Candidate, Request, lacks, search
+from shardwise.planner.request import Candidate, Request, lacks
+from shardwise.planner.search import search
 from shardwise.planner.space import Loss, mixed
 from shardwise.planner.units import refine
 from shardwise.plans.facts import Facts, Run

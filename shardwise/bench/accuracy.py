@@ -31,7 +31,8 @@ from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster, load_cluster
 from shardwise.cost.simulate import Estimate
 from shardwise.model.named import facts_of
-from shardwise.planner.search import Request, evaluate, search
+from shardwise.planner.request import Request, evaluate
+from shardwise.planner.search import search
 from shardwise.planner.space import Batch
 from shardwise.plans import presets
 from shardwise.plans.file import dump_plan, load_plan

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.planner.advice import Advice
-    from shardwise.planner.search import Candidate
+    from shardwise.planner.request import Candidate
 
 EXIT_NOTHING_FITS = 1
 DRAWN = 3
@@ -222,7 +222,7 @@ def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
 def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | None) -> None:
     from rich.console import Console
 
-    from shardwise.planner.search import NEAR
+    from shardwise.planner.request import NEAR
 
     console = Console(highlight=False)
     if console.width < WIDTH and not console.is_terminal:
@@ -316,7 +316,7 @@ def _print_peak(console: "Console", advice: "Advice") -> None:
 
 
 def _choices_table(advice: "Advice") -> "Table":
-    from shardwise.planner.search import NEAR
+    from shardwise.planner.request import NEAR
 
     table = _table("choice", "taken", "instead", "because", "step", words=4)
     for choice in advice.choices:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.core.cluster import Cluster
     from shardwise.core.trace import Count
     from shardwise.cost.simulate import Estimate
-    from shardwise.planner.search import Overflow
+    from shardwise.planner.request import Overflow
     from shardwise.plans.facts import Facts
     from shardwise.plans.plan import Plan
 
@@ -138,7 +138,7 @@ class Simulation:
     flat: bool
 
     def run(self, case: Case, *, spans: bool) -> Row:
-        from shardwise.planner.search import Request, overflows
+        from shardwise.planner.request import Request, overflows
         from shardwise.planning import simulate as simulate_plan
 
         estimate = simulate_plan(

@@ -168,7 +168,7 @@ def test_what_auto_is_asked_for_does_not_change_a_plan_silently(name):
 
 def test_a_choice_is_told_with_its_tiers_and_wires():
     from shardwise.model.named import facts_of
-    from shardwise.planner.search import Request, evaluate
+    from shardwise.planner.request import Request, evaluate
     from shardwise.planner.space import Batch
 
     cluster = load_cluster("dgx2-v100")
