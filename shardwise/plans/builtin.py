@@ -3,7 +3,7 @@
 import difflib
 
 from shardwise.core.errors import PlanError
-from shardwise.plans.transformer import Transformer
+from shardwise.plans.transformer.facts import Transformer
 
 BYTE_VOCAB, GPT_VOCAB = 256, 50257
 
