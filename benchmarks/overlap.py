@@ -19,8 +19,8 @@ import torch
 
 import shardwise as sw
 from shardwise.api import runtime_of
+from shardwise.model.gpt import GPT, GPTConfig
 from shardwise.plans.plan import Plan
-from shardwise.train.gpt import GPT, GPTConfig
 
 MEASURED = {"prefetch": "forward and backward", "update": "whole step"}
 

@@ -18,20 +18,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.accuracy import (
-    CHOSEN,
-    FIXED,
-    Comparison,
-    Footprint,
-    Setup,
-    compare,
-    footprints,
-    plans,
-    predict_again,
-    read,
-    summarise,
-    write,
-)
+from shardwise.bench.accuracy.figures import summarise
+from shardwise.bench.accuracy.results import Comparison, Footprint, read, write
+from shardwise.bench.accuracy.run import compare, footprints, predict_again
+from shardwise.bench.accuracy.setup import CHOSEN, FIXED, Setup, plans
 from shardwise.bench.cluster import Rate
 
 ROOT = Path(__file__).parent

@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.matmul import REMARK, has_bfloat16
 from shardwise.bench.quality import BASELINE, Setting, run, summarise, techniques
+from shardwise.probing.matmul import REMARK, has_bfloat16
 
 ROOT = Path(__file__).parent
 

@@ -71,7 +71,7 @@ def main() -> None:
         return
     result: dict[str, object] = {"options": {k: str(v) for k, v in vars(args).items()}}
     if _in_float32(args):
-        from shardwise.bench.matmul import REMARK
+        from shardwise.probing.matmul import REMARK
 
         result["remark"] = REMARK
         print(REMARK)
@@ -94,7 +94,7 @@ def main() -> None:
 
 def _in_float32(args: argparse.Namespace) -> bool:
     """Whether bfloat16 products are computed in float32."""
-    from shardwise.bench.matmul import has_bfloat16
+    from shardwise.probing.matmul import has_bfloat16
 
     return args.dtype == "bfloat16" and not args.native_bf16 and not has_bfloat16()
 
@@ -163,7 +163,7 @@ def _work(args: argparse.Namespace, names: list[str]) -> None:
 
     torch.set_num_threads(1)
     if _in_float32(args):
-        from shardwise.bench.matmul import compute_in_float32
+        from shardwise.probing.matmul import compute_in_float32
 
         compute_in_float32()
     dist.init_process_group("gloo")

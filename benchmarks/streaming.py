@@ -21,8 +21,8 @@ import torch
 
 import shardwise as sw
 from shardwise.api import runtime_of
+from shardwise.model.gpt import GPT, GPTConfig
 from shardwise.plans.plan import Plan
-from shardwise.train.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -147,7 +147,7 @@ def work(job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.train.gpt import GPT, GPTConfig
+    from shardwise.model.gpt import GPT, GPTConfig
 
     out = Path(job["out"])
     (out / "steps.jsonl").touch()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.train.gpt import GPT, sized
+from shardwise.model.gpt import GPT, sized
 
 SEQ, BATCH = 64, 4  # tokens per sequence, sequences per rank and step
 

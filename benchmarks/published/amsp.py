@@ -9,7 +9,8 @@ from published.rows import FLAT, TERA, Group, Row, estimate, shares, states, wri
 from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import Habits
 from shardwise.cost.simulate import Estimate
-from shardwise.planner.search import Request, search
+from shardwise.planner.request import Request
+from shardwise.planner.search import search
 from shardwise.planner.space import Loss, mixed
 from shardwise.plans.builtin import builtin
 from shardwise.plans.plan import Plan

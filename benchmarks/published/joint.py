@@ -8,7 +8,8 @@ from shardwise.core.cluster import Cluster
 from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import Estimate
 from shardwise.planner.alike import Alike
-from shardwise.planner.search import Request, overflows, search
+from shardwise.planner.request import Request, overflows
+from shardwise.planner.search import search
 from shardwise.planner.space import mixed
 from shardwise.plans import presets
 from shardwise.plans.builtin import builtin

@@ -7,7 +7,7 @@ from shardwise.core.cluster import Cluster
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate
 from shardwise.planner.alike import Alike
-from shardwise.planner.search import Request, overflows
+from shardwise.planner.request import Request, overflows
 from shardwise.planner.space import mixed
 from shardwise.plans.facts import Facts
 from shardwise.plans.memory import Memory

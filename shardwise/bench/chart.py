@@ -7,8 +7,8 @@ a panel lengths compare. The last panel shows bytes, with a mark where `explain`
 from collections.abc import Callable
 
 from shardwise.bench.run import Result, Row
+from shardwise.core.sizes import format_bytes
 from shardwise.core.svg import ACCENT, FAINT, MARK, MUTED, RULE, TEXT, document, text
-from shardwise.train.metrics import format_bytes
 
 _LABEL_WIDTH, _PANEL_WIDTH, _GAP, _MARGIN = 130, 170, 22, 20
 _VALUE_WIDTH = 62

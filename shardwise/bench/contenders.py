@@ -89,7 +89,7 @@ def _build_ddp_hook(name: str, setting: Setting) -> Contender:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def compress(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         # DDP refuses the hook without NCCL, by its name; gloo has summed bfloat16 for long.
         return bf16_compress_hook(state, bucket)
 
@@ -140,7 +140,7 @@ def _build_deepspeed(name: str, setting: Setting) -> Contender:
         loss = engine(tokens[:, :-1], labels=tokens[:, 1:]).loss
         engine.backward(loss)
         engine.step()
-        return loss.item()
+        return float(loss)
 
     return Contender(name, step, _nothing)
 
@@ -182,7 +182,7 @@ def _plain_step(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return float(loss)
 
     return step
 

@@ -116,7 +116,7 @@ def read(results: Path | None) -> list[Outcome]:
 
 def work(technique: str, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     """One run, as one of its ranks."""
-    from shardwise.bench.matmul import compute_in_float32, has_bfloat16
+    from shardwise.probing.matmul import compute_in_float32, has_bfloat16
     from shardwise.train.config import load_config
     from shardwise.train.loop import build, evaluate, train_step
 

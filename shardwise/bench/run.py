@@ -162,7 +162,7 @@ class Result:
 
 def run(bench: ClusterBench, tell: Callable[[str], None]) -> Result:
     """Build the cluster, let all contenders take turns, and take it down however this ends."""
-    from shardwise.bench.matmul import REMARK
+    from shardwise.probing.matmul import REMARK
 
     absent = {}
     if "deepspeed" in bench.contenders and not _has_deepspeed(bench.deepspeed_python):

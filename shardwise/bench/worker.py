@@ -87,7 +87,7 @@ def _serve(parent: Connection) -> None:
 
 def _build(message: Build) -> _Entry:
     from shardwise.bench.contenders import build
-    from shardwise.bench.matmul import compute_in_float32
+    from shardwise.probing.matmul import compute_in_float32
 
     if message.setting.in_float32:
         compute_in_float32()

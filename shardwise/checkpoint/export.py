@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def export_model(runtime: Runtime, path: Path, options: Options) -> None:
         )
         with closing(stream(runtime, master=options.master)) as batches:
             for batch in batches:
-                put = (lambda b=batch: writer.put(b)) if writes else _nothing
+                put = partial(writer.put, batch) if writes else _nothing
                 together(control, f"export of unit '{batch.unit}'", put)
         together(control, "end of the export", writer.staging.publish if writes else _nothing)
 
@@ -202,7 +203,8 @@ def _write_at(descriptor: int, offset: int, data: memoryview, path: Path) -> Non
 
 def _write_config(model: Any, writer: _Writer) -> None:
     """The model's configuration as its own library writes it, if it has one."""
-    config, folder = getattr(model, "config", None), writer.staging.path
+    config: Any = getattr(model, "config", None)
+    folder = writer.staging.path
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)  # the user's own stays as it is
         config.architectures = [type(model).__name__]
@@ -210,7 +212,7 @@ def _write_config(model: Any, writer: _Writer) -> None:
         if floating:
             config.dtype = str(floating[0]).removeprefix("torch.")
         config.save_pretrained(folder)
-        generation = getattr(model, "generation_config", None)
+        generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(folder)
     elif hasattr(config, "to_json_string"):

@@ -7,6 +7,7 @@ were compared with the model, on all ranks.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def load_model(runtime: Runtime, path: Path, *, strict: bool) -> Loaded:
     runtime.release_all()
     for file, pairs in _by_file(match.pairs).items():
         # Ranks meet after each file: none waits for all that a slower one has to read.
-        together(control, f"loading of '{file}'", lambda f=file, p=pairs: _write(runtime, f, p))
+        together(control, f"loading of '{file}'", partial(_write, runtime, file, pairs))
     runtime.homes.settle()
     runtime.homes.trim()  # the buffers of single parameters, which only loading needed
     return match.loaded

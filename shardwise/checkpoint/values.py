@@ -1,6 +1,6 @@
 """The tensors of a sharded model: their names and ties, and their values one unit after another."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ class Batch:
     values: list[tuple[ParamSlot, torch.Tensor]]
 
 
-def stream(runtime: Runtime, *, master: bool) -> Iterator[Batch]:
+def stream(runtime: Runtime, *, master: bool) -> Generator[Batch, None, None]:
     """Full values of all parameters; only one unit is gathered at a time; collective.
 
     Values are for rank 0 alone; elsewhere a batch may be empty. On rank 0 masters are there twice

@@ -83,8 +83,8 @@ def cluster(
         raise UsageError(f"{dtype!r} is no dtype of this benchmark: use {' or '.join(DTYPES)}")
     check_machine()
 
-    from shardwise.bench.matmul import has_bfloat16
     from shardwise.bench.run import ClusterBench
+    from shardwise.probing.matmul import has_bfloat16
 
     chosen = ClusterBench(
         nodes=nodes,

@@ -54,7 +54,7 @@ def _machine() -> dict[str, Any]:
     import psutil
     import torch
 
-    from shardwise.bench.matmul import has_bfloat16
+    from shardwise.probing.matmul import has_bfloat16
 
     return {
         "python": platform.python_version(),
@@ -110,7 +110,7 @@ def _describe(found: "Found") -> dict[str, Any]:
 def _print(answer: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from shardwise.train.metrics import format_bytes
+    from shardwise.core.sizes import format_bytes
 
     console = Console()
     machine = answer["machine"]
@@ -165,7 +165,7 @@ def _print_folders(folders: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from shardwise.train.metrics import format_bytes
+    from shardwise.core.sizes import format_bytes
 
     if not folders:
         Console().print("No run folders there.")

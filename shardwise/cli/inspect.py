@@ -7,7 +7,7 @@ import typer
 
 from shardwise.checkpoint.folder import Source, read_source
 from shardwise.cli.common import JSON_OPTION, print_json
-from shardwise.train.metrics import format_bytes, format_count
+from shardwise.core.sizes import format_bytes, format_count
 
 _LARGEST = 5
 

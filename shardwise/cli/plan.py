@@ -11,7 +11,7 @@ import typer
 
 from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 from shardwise.core.errors import UsageError
-from shardwise.train.metrics import format_bytes, format_count
+from shardwise.core.sizes import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.planner.advice import Advice
-    from shardwise.planner.search import Candidate
+    from shardwise.planner.request import Candidate
 
 EXIT_NOTHING_FITS = 1
 DRAWN = 3
@@ -78,8 +78,8 @@ def plan(
       shardwise probe -o here.toml && shardwise plan --cluster here.toml --model gpt-small --seq 512
     """
     from shardwise.planner.advice import advise
-    from shardwise.planner.api import request
     from shardwise.planner.chart import check_chart
+    from shardwise.planning import request
 
     if chart is not None:
         check_chart(chart)
@@ -222,7 +222,7 @@ def _row(advice: "Advice", candidate: "Candidate") -> dict[str, Any]:
 def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | None) -> None:
     from rich.console import Console
 
-    from shardwise.planner.search import NEAR
+    from shardwise.planner.request import NEAR
 
     console = Console(highlight=False)
     if console.width < WIDTH and not console.is_terminal:
@@ -316,7 +316,7 @@ def _print_peak(console: "Console", advice: "Advice") -> None:
 
 
 def _choices_table(advice: "Advice") -> "Table":
-    from shardwise.planner.search import NEAR
+    from shardwise.planner.request import NEAR
 
     table = _table("choice", "taken", "instead", "because", "step", words=4)
     for choice in advice.choices:

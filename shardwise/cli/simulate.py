@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.core.cluster import Cluster
     from shardwise.core.trace import Count
     from shardwise.cost.simulate import Estimate
-    from shardwise.planner.search import Overflow
+    from shardwise.planner.request import Overflow
     from shardwise.plans.facts import Facts
     from shardwise.plans.plan import Plan
 
@@ -80,10 +80,10 @@ def simulate(
       shardwise simulate amsp --cluster dgx-h100 --ranks 64 --trace step.json
     """
     from shardwise.cost.file import load_cluster
-    from shardwise.planner.api import with_precision
+    from shardwise.model.named import facts_of
     from shardwise.planner.chart import check_chart
+    from shardwise.planning import with_precision
     from shardwise.plans.file import load_plan
-    from shardwise.train.facts import facts_of
 
     described = load_cluster(cluster)
     cases, varies = _cases(described, ranks, bandwidth or [], micro_batch)
@@ -138,8 +138,8 @@ class Simulation:
     flat: bool
 
     def run(self, case: Case, *, spans: bool) -> Row:
-        from shardwise.planner.api import simulate as simulate_plan
-        from shardwise.planner.search import Request, overflows
+        from shardwise.planner.request import Request, overflows
+        from shardwise.planning import simulate as simulate_plan
 
         estimate = simulate_plan(
             self.plan,
@@ -330,7 +330,7 @@ def _print(simulation: Simulation, rows: Sequence[Row], written: Sequence[Path])
     from rich.console import Console
     from rich.table import Table
 
-    from shardwise.train.metrics import format_bytes, format_count
+    from shardwise.core.sizes import format_bytes, format_count
 
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)

@@ -103,7 +103,7 @@ def _print_summary(summary: "Summary") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from shardwise.train.metrics import format_bytes, format_count
+    from shardwise.core.sizes import format_bytes, format_count
 
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")

@@ -1,5 +1,6 @@
-"""Amounts of memory and rates of links as people write them."""
+"""Amounts of memory, counts and rates of links as people write and read them."""
 
+import math
 import re
 
 from shardwise.core.errors import PlanError
@@ -41,3 +42,27 @@ def parse_rate(text: str) -> float:
     if found is None or found[2] not in _RATE_UNITS or float(found[1]) == 0:
         raise PlanError(f"'{text}' is no rate of a link; write for example 100gbit or 25GB/s.")
     return float(found[1]) * _RATE_UNITS[found[2]]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> format_bytes(1.5e9), format_bytes(12)
+    ('1.5 GB', '12 B')
+    """
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} B"
+    exponent = min(int(math.log10(num_bytes) // 3), 5)
+    return f"{num_bytes / 1000**exponent:.3g} {'kMGTP'[exponent - 1]}B"
+
+
+def format_count(count: float) -> str:
+    """A count as a person reads it.
+
+    >>> format_count(10.7e6)
+    '10.7M'
+    """
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{suffix}"
+    return f"{count:.0f}"

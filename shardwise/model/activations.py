@@ -65,7 +65,7 @@ def _tile(unit: Members) -> bool:
     if unit.whole is None:
         return False
     for layer in unit.whole.users:
-        layer.forward = partial(in_tiles, unit.whole, layer)  # type: ignore[method-assign]
+        layer.forward = partial(in_tiles, unit.whole, layer)
     return True
 
 
@@ -111,7 +111,8 @@ class _Seen:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

@@ -41,7 +41,8 @@ _UNEVEN = (
 
 
 def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
-    return flop_counter.sdpa_flop_count(q, k, v)
+    flops: int = flop_counter.sdpa_flop_count(q, k, v)
+    return flops
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:

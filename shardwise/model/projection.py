@@ -114,6 +114,9 @@ class _Unread(torch.autograd.Function):
         )
 
 
+_unread: Callable[[Tensor, Projected], Tensor] = _Unread.apply
+
+
 class Unread(torch.Tensor):
     """See [Note: Unread projections]."""
 
@@ -137,7 +140,7 @@ class Unread(torch.Tensor):
         # One number is real even where all others are fake, which cannot be of another class.
         with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
             anchor = torch.zeros((), requires_grad=projected.requires_grad)
-            unread = _Unread.apply(anchor, projected).as_subclass(Unread)
+            unread = _unread(anchor, projected).as_subclass(Unread)
         assert isinstance(unread, Unread)
         unread.projected = projected
         return unread
@@ -278,7 +281,7 @@ def _cross_entropy(
 
 def _row_losses(projected: Projected, target: Tensor, smoothing: float) -> Tensor:
     def summary(weight: Tensor, *inputs: Tensor | None) -> Any:
-        return _Summary.apply(weight, *inputs, projected.casts, bool(smoothing))
+        return _summary(weight, *inputs, projected.casts, bool(smoothing))
 
     found = []
     with projected.as_called():
@@ -328,8 +331,9 @@ class _Summary(torch.autograd.Function):
     def backward(ctx: Any, by_normaliser: Tensor, by_target: Tensor, by_sum: Tensor | None) -> Any:
         weight, x, bias, inside, own, normaliser = ctx.saved_tensors
         # As autocast computed it, if that was on: in backward it is not.
-        cast = [t if t is None else t.to(ctx.dtype) for t in (x, weight, bias)]
-        grad = _cast(F.linear(*cast), ctx.casts)
+        cast_x, cast_weight = x.to(ctx.dtype), weight.to(ctx.dtype)
+        cast_bias = None if bias is None else bias.to(ctx.dtype)
+        grad = _cast(F.linear(cast_x, cast_weight, cast_bias), ctx.casts)
         grad = grad.sub_(normaliser.unsqueeze(-1)).exp_().mul_(by_normaliser.unsqueeze(-1))
         grad.scatter_add_(-1, own.unsqueeze(-1), torch.where(inside, by_target, 0).unsqueeze(-1))
         if by_sum is not None:
@@ -338,11 +342,14 @@ class _Summary(torch.autograd.Function):
             grad = grad.to(dtype)
         wants_weight, wants_x, wants_bias = ctx.needs_input_grad[:3]
         return (
-            (grad.mT @ cast[0]).to(weight.dtype) if wants_weight else None,
-            (grad @ cast[1]).to(x.dtype) if wants_x else None,
+            (grad.mT @ cast_x).to(weight.dtype) if wants_weight else None,
+            (grad @ cast_weight).to(x.dtype) if wants_x else None,
             grad.sum(dim=0).to(bias.dtype) if wants_bias else None,
             *[None] * 4,
         )
+
+
+_summary: Callable[..., Any] = _Summary.apply
 
 
 def _metadata() -> set[Callable[..., Any]]:

@@ -12,7 +12,7 @@ those of an embedding are entries, of which a tile looks up its own.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -50,14 +50,14 @@ class Tile(nn.Module):
             return compute(self.weight, *inputs)
         # After the inputs, so that backward comes to it before it leaves through them.
         anchor = torch.zeros((), device=self.weight.device, requires_grad=True)
-        return compute(_Use.apply(anchor, self), *inputs)
+        return compute(_use(anchor, self), *inputs)
 
     def _accumulate(self, grad: Tensor) -> None:
         before = self.weight.grad
         self.weight.grad = grad if before is None else before + grad
 
 
-def _has_grad(x: Tensor | None) -> bool:
+def _has_grad(x: Tensor | None) -> TypeGuard[Tensor]:
     return x is not None and x.requires_grad
 
 
@@ -78,6 +78,9 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.tile.deliver(grad)
         return None, None
+
+
+_use: Callable[[Tensor, Tile], Tensor] = _Use.apply
 
 
 @dataclass
@@ -154,13 +157,14 @@ def _cut_one(name: str, unit: Members, users: list[nn.Module], plan: Plan) -> Wh
             "tiling.numel."
         )
     tiles = []
-    for rows in tile_rows(*parameter.shape, plan.tiling.numel):
+    height, width = parameter.shape
+    for rows in tile_rows(height, width, plan.tiling.numel):
         part = parameter.detach()[rows.start : rows.stop]
         if part.is_meta:
             part = torch.empty_like(part)  # with a history of its own, which is none
         tiles.append(Tile(nn.Parameter(part, requires_grad=parameter.requires_grad), rows.start))
     outside = unit.name == ROOT or unit.module in users
-    wants_loss = [
+    wants_loss: list[nn.Module] = [
         user for user in users if plan.tiling.loss and outside and isinstance(user, nn.Linear)
     ]
     return Whole(name, parameter, users, tiles, wants_loss)

@@ -7,16 +7,16 @@ from shardwise.core.cluster import Cluster, ClusterError, Curve, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.engine import SLOWED
 from shardwise.planner.choices import Choice, other_choices
-from shardwise.planner.search import (
+from shardwise.planner.request import (
     Candidate,
     Overflow,
     Request,
     Result,
-    Search,
     evaluate,
     overflows,
     rank,
 )
+from shardwise.planner.search import Search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
 from shardwise.plans.along import Moment, along, peak

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.core.cluster import Cluster
-from shardwise.core.layout import ModelSpec
+from shardwise.core.layout import ModelSpec, UnitSpec
 from shardwise.core.work import Saved, Work
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.simulate import Estimate, simulate
@@ -46,6 +46,14 @@ class Alike:
                 best = max(best, (index - begin, -begin))
                 begin = index
         return -best[1], best[0]
+
+    @cached_property
+    def classes(self) -> list[tuple[UnitSpec, int]]:
+        """Units with how many there are of each, those of the longest run together."""
+        begin, count = self.run
+        units = self.model.units
+        rest = [*units[:begin], *units[begin + count :]]
+        return [(units[begin], count), *((unit, 1) for unit in rest)]
 
     def is_longer_than(self, length: int) -> bool:
         return self.run[1] > length + LONGER and not self.model.used_again

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.core.topology import Topology
-from shardwise.planner.search import Candidate, Request, Search
+from shardwise.planner.request import Candidate, Request
+from shardwise.planner.search import Search
 from shardwise.planner.space import (
     Batch,
     activation_settings,

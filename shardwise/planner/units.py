@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from shardwise.planner.alike import Alike
-from shardwise.planner.search import Candidate, Request, evaluate
+from shardwise.planner.request import Candidate, Request, evaluate
 from shardwise.plans.plan import Override, Plan, StatePlan
 from shardwise.plans.validate import violations
 

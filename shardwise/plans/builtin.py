@@ -3,12 +3,12 @@
 import difflib
 
 from shardwise.core.errors import PlanError
-from shardwise.plans.transformer import Transformer
+from shardwise.plans.transformer.facts import Transformer
 
 BYTE_VOCAB, GPT_VOCAB = 256, 50257
 
 _GPT = {  # layers, width, heads, vocabulary, context
-    # the sizes of train/gpt.py
+    # the sizes of model/gpt.py
     "gpt-tiny": (4, 128, 4, BYTE_VOCAB, 1024),
     "gpt-mini": (6, 384, 6, BYTE_VOCAB, 1024),
     "gpt-small": (16, 512, 8, BYTE_VOCAB, 1024),

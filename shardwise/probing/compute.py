@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.bench.matmul import has_bfloat16
 from shardwise.core.cluster import Curve
+from shardwise.model.gpt import Block, GPTConfig
 from shardwise.probing.clock import Clock, Lap, Points, curve
+from shardwise.probing.matmul import has_bfloat16
 from shardwise.probing.scope import DTYPES, Scope, Shape
-from shardwise.train.gpt import Block, GPTConfig
 
 _HEAD_WIDTH = 64
 

@@ -19,7 +19,7 @@ def work(
     With ``in_float32`` bfloat16 products are computed in float32, as the benchmark does it.
     """
     if in_float32:
-        from shardwise.bench.matmul import compute_in_float32
+        from shardwise.probing.matmul import compute_in_float32
 
         compute_in_float32()
     return dump_cluster(probe(levels, dtype=dtype, path=path, quick=quick))

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 
 from shardwise.comm.grid import Grid

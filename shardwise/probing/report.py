@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardwise.core.cluster import Cluster, Curve, LinkSpec
-from shardwise.train.metrics import format_bytes, format_count
+from shardwise.core.sizes import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -32,7 +32,8 @@ _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 def view_memory(address: int, nbytes: int) -> memoryview:
     """Memory as a buffer, without a copy; whoever uses it keeps the memory alive."""
-    return _view(address, nbytes, _WRITABLE)
+    view: memoryview = _view(address, nbytes, _WRITABLE)
+    return view
 
 
 class Scratch:

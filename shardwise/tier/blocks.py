@@ -151,7 +151,7 @@ class BlockFile:
             address, nbytes = scratch.address + piece.begin - origin, piece.end - piece.begin
             if piece.where is Where.NOWHERE:
                 ctypes.memset(address, 0, nbytes)
-            elif piece.where is Where.MEMORY:
+            elif piece.held is not None:
                 scratch.view[piece.begin - origin : piece.end - origin] = piece.held
 
     def _hold(self, entry: Entry, begin: int, end: int, held: bytes) -> None:
@@ -177,7 +177,8 @@ class BlockFile:
                 )
 
     def _failure(self, entry: Entry, verb: str, block: _Block, cause: OSError) -> TierError:
-        name = f" ({errno.errorcode[cause.errno]})" if cause.errno in errno.errorcode else ""
+        code = errno.errorcode.get(cause.errno or 0)  # an OSError of our own has no number
+        name = f" ({code})" if code else ""
         way, remark = ("to", _HELD) if verb == "Writing" else ("from", "")
         error = TierError(
             f"{verb} {entry.record.label} (bytes {block.begin} to {block.end}) {way} {self._name} "

@@ -100,4 +100,4 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     storage = allocate(numel * dtype.itemsize, device)  # fresh pages of mmap are zero
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))

@@ -40,6 +40,9 @@ class Store(Protocol):
     def reserve(self, nbytes: int, label: str) -> Record:
         """Room for a tensor; raises a TierError where there is none."""
 
+    def scratch(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory on CPU that no record has: a store on disk lets the system move it there."""
+
     def put(self, record: Record, source: torch.Tensor, start: int = 0) -> Ticket:
         """Begins to write; ``source`` may change after the ticket."""
 

@@ -121,7 +121,7 @@ def _open(config: DataConfig) -> Tokens:
 
 def _open_npy(path: Path) -> Tokens:
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
         raise ConfigError(f"data.source: {path} is no .npy file: {error}") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):

@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import PlanError, ShardwiseError, UsageError
-from shardwise.planner.search import Candidate
+from shardwise.planner.request import Candidate
 from shardwise.plans.auto import Auto
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.plan import Plan

@@ -1,12 +1,15 @@
 """What a run measures: one flat JSON line a step, memory, and the summary at the end."""
 
 import json
-import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+# Here for auto.py and cli/explain.py only, which shall import them from where they are.
+from shardwise.core.sizes import format_bytes as format_bytes
+from shardwise.core.sizes import format_count as format_count
 
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.toml"
@@ -112,22 +115,6 @@ def peak_rss_bytes() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes as a person reads them: 1.5 GB."""
-    if num_bytes < 1000:
-        return f"{num_bytes:.0f} B"
-    exponent = min(int(math.log10(num_bytes) // 3), 5)
-    return f"{num_bytes / 1000**exponent:.3g} {'kMGTP'[exponent - 1]}B"
-
-
-def format_count(count: float) -> str:
-    """A count as a person reads it: 10.7M."""
-    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= limit:
-            return f"{count / limit:.3g}{suffix}"
-    return f"{count:.0f}"
 
 
 def _status_bytes(field: str) -> int | None:

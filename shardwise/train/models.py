@@ -4,20 +4,15 @@ Called inside `sw.deferred_init()`, so that building costs no memory whatever th
 """
 
 import difflib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import UsageError
+from shardwise.core.errors import PlanError, UsageError
+from shardwise.model.gpt import GPT, SIZES, sized
+from shardwise.model.named import TRANSFORMERS_PREFIX, build_transformers, is_of_transformers
 from shardwise.train.config import ConfigError, ModelConfig
-from shardwise.train.gpt import GPT, SIZES, sized
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-TRANSFORMERS_PREFIX = "transformers:"
 
 
 def build_model(config: ModelConfig, *, dropout: bool = True) -> nn.Module:
@@ -36,12 +31,6 @@ def build_model(config: ModelConfig, *, dropout: bool = True) -> nn.Module:
         f"there is no model {config.name!r}: {hint}use one of {', '.join(SIZES)}, "
         f"'{TRANSFORMERS_PREFIX}gpt2', or the path of a config.json"
     )
-
-
-def is_of_transformers(name: str) -> bool:
-    """Whether a name means a model of transformers: by its type, or the path of its config."""
-    is_path = "/" in name or name.endswith(".json") or Path(name).exists()
-    return is_path or name.startswith(TRANSFORMERS_PREFIX)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -97,45 +86,6 @@ def _build_transformers(config: ModelConfig, dtype: torch.dtype, dropout: bool) 
             f"{config.name} is shaped by its own config.json"
         )
     try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise ConfigError(
-            f"the model {config.name!r} needs transformers: pip install transformers"
-        ) from None
-    shape = _transformers_config(config.name)
-    if not dropout:
-        _switch_dropout_off(shape)
-    try:
-        return AutoModelForCausalLM.from_config(shape, dtype=dtype)
-    except ValueError as error:
-        raise ConfigError(f"model {config.name}: {_first_line(error)}") from None
-
-
-def _transformers_config(name: str) -> "PretrainedConfig":
-    from transformers import AutoConfig
-
-    if name.startswith(TRANSFORMERS_PREFIX):
-        model_type = name.removeprefix(TRANSFORMERS_PREFIX)
-        try:
-            return AutoConfig.for_model(model_type)
-        except ValueError:
-            raise ConfigError(f"transformers knows no model type {model_type!r}") from None
-    path = Path(name)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"model {name!r}: there is no file {file}")
-    try:
-        return AutoConfig.from_pretrained(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {name!r}: {file} is no config: {_first_line(error)}") from None
-
-
-def _switch_dropout_off(config: "PretrainedConfig") -> None:
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(part, name, 0.0)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return build_transformers(config.name, dtype, dropout=dropout)
+    except PlanError as error:
+        raise ConfigError(str(error)) from None

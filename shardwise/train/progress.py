@@ -8,7 +8,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.train.metrics import StepRecord, format_bytes, format_count
+from shardwise.core.sizes import format_bytes, format_count
+from shardwise.train.metrics import StepRecord
 
 _LINE_EVERY_S = 5.0
 

@@ -29,8 +29,9 @@ class Codec(Protocol):
     Every call takes whole granules, or a piece of one as ``chunks`` cuts it.
     """
 
-    dtype: torch.dtype | None
-    """The dtype of a payload that is nothing but floats, end to end; None: it is encoded."""
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of a payload that is nothing but floats, end to end; None: it is encoded."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload of ``numel`` elements."""

@@ -9,6 +9,9 @@ product is not exact, the one division is ``div_rn``, and rounding half to even 
 1.5 * 2**23, after which a float32 has no fraction left.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,33 +26,41 @@ _LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 _INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit
-def _round(x):
+def _kernel(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` with a type: triton has none."""
+    return triton.jit(function)
+
+
+@_kernel
+def _round(x: tl.tensor) -> tl.tensor:
     """Half to even, for magnitudes below 2**22."""
     return (x + _MAGIC) - _MAGIC
 
 
-@triton.jit
-def _elements(values, lane, numel, step: tl.constexpr, first: tl.constexpr):
+@_kernel
+def _elements(
+    values: tl.tensor, lane: tl.tensor, numel: tl.tensor, step: tl.constexpr, first: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Every step-th element of a row from ``first`` on, and which of them exist."""
     index = step * lane + first
     mask = index < numel
     return tl.load(values + index, mask=mask, other=0.0).to(tl.float32), mask
 
 
-@triton.jit
-def _codes(x, mask, inverse, zero):
+@_kernel
+def _codes(x: tl.tensor, mask: tl.tensor, inverse: tl.tensor, zero: tl.tensor) -> tl.tensor:
     """The codes of elements; of a block that is not finite, those that stand for zero."""
     multiples = tl.where(inverse == 0.0, 0.0, x * inverse)
     return tl.where(mask, _round(multiples - zero).to(tl.int32), 0)
 
 
-@triton.jit
+@_kernel
 def _encode(
-    values, payload, numel, code_bytes, values_stride, payload_stride,
+    values: tl.tensor, payload: tl.tensor, numel: tl.tensor, code_bytes: tl.tensor,
+    values_stride: tl.tensor, payload_stride: tl.tensor,
     lanes: tl.constexpr, code_bits: tl.constexpr, minmax: tl.constexpr,
     per_span: tl.constexpr, per_zero_point: tl.constexpr, symmetric_top: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     values += row * values_stride
     payload += row * payload_stride
@@ -92,8 +103,11 @@ def _encode(
         tl.store(meta + 3, ((point >> 8) & 0xFF).to(tl.uint8))
 
 
-@triton.jit
-def _store(out, x, lane, numel, step: tl.constexpr, first: tl.constexpr, add: tl.constexpr):
+@_kernel
+def _store(
+    out: tl.tensor, x: tl.tensor, lane: tl.tensor, numel: tl.tensor,
+    step: tl.constexpr, first: tl.constexpr, add: tl.constexpr,
+) -> None:  # fmt: skip
     """Stores or adds every step-th element of a row from ``first`` on."""
     index = step * lane + first
     mask = index < numel
@@ -103,12 +117,13 @@ def _store(out, x, lane, numel, step: tl.constexpr, first: tl.constexpr, add: tl
     tl.store(out + index, x, mask=mask)
 
 
-@triton.jit
+@_kernel
 def _decode(
-    payload, out, numel, code_bytes, payload_stride, out_stride,
+    payload: tl.tensor, out: tl.tensor, numel: tl.tensor, code_bytes: tl.tensor,
+    payload_stride: tl.tensor, out_stride: tl.tensor,
     lanes: tl.constexpr, code_bits: tl.constexpr, minmax: tl.constexpr,
     symmetric_top: tl.constexpr, add: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     payload += row * payload_stride
     out += row * out_stride

@@ -6,20 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.bench.accuracy import (
-    CHOSEN,
-    Comparison,
-    Footprint,
-    Setup,
-    compare,
-    finalists,
-    footprints,
-    plans,
-    predict_again,
-    read,
-    summarise,
-    write,
-)
+from shardwise.bench.accuracy.figures import summarise
+from shardwise.bench.accuracy.results import Comparison, Footprint, read, write
+from shardwise.bench.accuracy.run import compare, footprints, predict_again
+from shardwise.bench.accuracy.setup import CHOSEN, Setup, plans
+from shardwise.bench.accuracy.trial import finalists
 from shardwise.bench.cluster import Rate
 from shardwise.bench.probe import median_of
 from shardwise.core.cluster import Cluster, Curve

@@ -21,11 +21,11 @@ from shardwise.planner.alike import SHORT_STEP, Alike
 from shardwise.planner.space import mixed
 from shardwise.plans import presets
 from shardwise.plans.builtin import builtin
+from shardwise.plans.hops import CHUNK_NUMEL
 from shardwise.plans.memory import memory
+from shardwise.plans.ops import Hop, Kind, Op, Phase
 from shardwise.plans.plan import Plan, Tiers, resolve
 from shardwise.plans.presets import PRESETS
-from shardwise.plans.hops import CHUNK_NUMEL
-from shardwise.plans.ops import Hop, Kind, Op, Phase
 from shardwise.plans.traffic import Use, step_phases, step_traffic
 from shardwise.plans.validate import violations
 

@@ -12,10 +12,10 @@ from shardwise.cli.main import app
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.model.activations import SMALL_BYTES, saved_bytes
+from shardwise.model.gpt import GPT, GPTConfig
 from shardwise.plans import presets
 from shardwise.plans.file import dump_plan
 from shardwise.plans.plan import Plan, Tiers, Tiling
-from shardwise.train.gpt import GPT, GPTConfig
 
 PLAN = Plan(min_unit_numel=500)
 TWO = Topology.parse("node=2")

@@ -14,11 +14,11 @@ from torch import nn
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
 from shardwise.model.facts import ModuleFacts
+from shardwise.model.gpt import GPT, SIZES, GPTConfig
+from shardwise.model.named import facts_of
 from shardwise.plans import presets
 from shardwise.plans.builtin import builtin
 from shardwise.plans.plan import Plan, Precision, Tiling
-from shardwise.train.facts import facts_of
-from shardwise.train.gpt import GPT, SIZES, GPTConfig
 
 GRID = Topology.parse("node=2,world=2")
 ZERO3 = replace(presets.zero3(), min_unit_numel=1000)

@@ -16,7 +16,7 @@ from shardwise import auto
 from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.cost.file import load_cluster
-from shardwise.planner.search import Request, evaluate, search
+from shardwise.planner.search import Request, search
 from shardwise.planner.space import Batch, Loss
 from shardwise.plans.file import load_plan
 from shardwise.probing import recheck
@@ -202,7 +202,8 @@ def test_what_only_auto_can_use_is_no_argument_of_shard(given):
 
 
 def test_a_choice_is_told_with_its_tiers_and_wires():
-    from shardwise.train.facts import facts_of
+    from shardwise.model.named import facts_of
+    from shardwise.planner.request import Request, evaluate
 
     cluster = load_cluster("dgx2-v100")
     request = Request(

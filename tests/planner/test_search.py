@@ -13,25 +13,20 @@ from shardwise.cli.main import app, run
 from shardwise.core.cluster import Cluster, Curve, Device, Disk, Host, LinkSpec
 from shardwise.core.errors import PlanError
 from shardwise.cost.file import load_cluster
+from shardwise.model.named import facts_of
 from shardwise.planner import space
 from shardwise.planner.advice import _binds, _faster, advise
 from shardwise.planner.choices import wires as wires_of
-from shardwise.planner.search import (
-    TOLERANCE,
-    Request,
-    Search,
-    _presets_first,
-    _Space,
-    evaluate,
-    search,
-)
+from shardwise.planner.families import TOLERANCE, presets_first
+from shardwise.planner.figures import Figures
+from shardwise.planner.request import Request, evaluate
+from shardwise.planner.search import Search, Space, search
 from shardwise.planner.space import Batch, Loss, batches, mixed, placements, wirings
 from shardwise.planner.units import refine
 from shardwise.plans.file import load_plan
 from shardwise.plans.plan import Precision, Tiling
 from shardwise.plans.presets import PRESETS
 from shardwise.plans.validate import violations
-from shardwise.train.facts import facts_of
 
 
 def slow_cluster(*, node: float = 2e9, world: float = 0.1e9, memory: int = 1 << 30) -> Cluster:
@@ -93,10 +88,10 @@ def test_no_plan_is_faster_than_its_bound(kind, model, limits):
     cluster = replace(slow_cluster(world=2e9), host=host, disk=disk)
     cluster = replace(cluster, device=replace(cluster.device, kind=kind))
     asked = request(facts=facts_of(model), cluster=cluster, path="/disk", global_batch=4)
-    space = _Space(asked, tile_numel=0, progress=lambda _: None)
+    space = Space(asked, tile_numel=0, progress=lambda _: None)
     families = []
     for limit in limits:
-        families += space._families(limit << 20)
+        families += space.families(limit << 20)
     tiers = {family.plan.optim.tier for family in families}
     assert tiers > {"device"}
     for family in families[::7]:
@@ -107,12 +102,12 @@ def test_no_plan_is_faster_than_its_bound(kind, model, limits):
 def test_what_tiles_save_is_known():
     """A plan whose layers are in tiles does not keep what whole layers would."""
     asked = request(facts=facts_of("gpt-tiny"), seq=512)
-    space = _Space(asked, tile_numel=1 << 12, progress=lambda _: None)
+    figures = Figures(asked)
     tiling = Tiling(numel=1 << 12)
     for name in ("ddp", "zero3"):
         plan = replace(PRESETS[name](), tiling=tiling, precision=asked.precision)
         expected = asked.facts.work(1, 512, plan, asked.cluster.topology).saved
-        assert space._work(plan, Batch(1, 1)).saved == expected
+        assert figures.work(plan, Batch(1, 1)).saved == expected
 
 
 def test_it_is_deterministic_legal_and_fits():
@@ -184,8 +179,8 @@ def test_wires_that_need_more_memory_than_there_is_are_not_chosen():
 def test_frozen_parameters_do_not_count_in_the_bound():
     facts = FrozenFacts(facts_of("gpt-tiny"))
     asked = request(facts=facts, global_batch=4)
-    space = _Space(asked, tile_numel=0, progress=lambda _: None)
-    for family in list(space._families(1 << 40))[::5]:
+    space = Space(asked, tile_numel=0, progress=lambda _: None)
+    for family in list(space.families(1 << 40))[::5]:
         step_s = evaluate(asked, family.plan, family.batch).step_s
         assert step_s >= family.bound_s * (1 - 1e-9)
 
@@ -392,9 +387,9 @@ def test_presets_lead_with_and_without_accumulation():
     topology = slow_cluster().topology
     for batch in (4, 8):
         asked = request(global_batch=batch, batch=Batch(1, batch // 4))
-        space_of = _Space(asked, tile_numel=0, progress=lambda _: None)
-        families = list(space_of._families(asked.limit))
-        leading = _presets_first(families)[: len(PRESETS)]
+        space_of = Space(asked, tile_numel=0, progress=lambda _: None)
+        families = list(space_of.families(asked.limit))
+        leading = presets_first(families)[: len(PRESETS)]
         for name in ("amsp", "zero3", "zero1"):
             preset = PRESETS[name]()
             factors = [
@@ -411,8 +406,8 @@ def test_the_bound_knows_that_an_update_is_one_call():
     costly = Curve(((10_000, 0.01), (10_000_000, 0.02)))
     cluster = replace(cluster, device=replace(cluster.device, update=costly))
     asked = request(cluster=cluster, global_batch=4)
-    found = _Space(asked, tile_numel=0, progress=lambda _: None)
-    for family in list(found._families(asked.limit))[::5]:
+    found = Space(asked, tile_numel=0, progress=lambda _: None)
+    for family in list(found.families(asked.limit))[::5]:
         least = min(
             evaluate(asked, plan, family.batch).step_s
             for plan in wirings(family.plan, cluster.topology, asked.loss)
@@ -425,8 +420,8 @@ def test_no_plan_of_a_frozen_model_is_faster_than_its_bound(trained):
     """Before the first trained unit nothing is gathered or computed in backward."""
     cluster = slow_cluster(world=2e8)
     asked = request(facts=FrozenFacts(facts_of("gpt-mini"), trained), cluster=cluster)
-    found = _Space(asked, tile_numel=0, progress=lambda _: None)
-    for family in list(found._families(asked.limit))[::9]:
+    found = Space(asked, tile_numel=0, progress=lambda _: None)
+    for family in list(found.families(asked.limit))[::9]:
         for plan in wirings(family.plan, cluster.topology, asked.loss):
             assert evaluate(asked, plan, family.batch).step_s >= family.bound_s * (1 - 1e-9)
     whole = search(replace(asked, facts=facts_of("gpt-mini"))).best

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Level, Topology
 from shardwise.plans import presets
-from shardwise.plans.plan import Plan, Precision, resolve
 from shardwise.plans.expected import Event, schedule
 from shardwise.plans.ops import Kind, Phase, Trigger
+from shardwise.plans.plan import Plan, Precision, resolve
 from shardwise.plans.traffic import Traffic, Use, step_phases, step_traffic
 from shardwise.plans.validate import legal_plans
 

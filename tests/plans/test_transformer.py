@@ -140,7 +140,7 @@ def test_a_pattern_of_units_that_matches_nothing_is_told():
 
 def test_formulas_need_no_torch():
     script = (
-        "import sys; from shardwise.train.facts import facts_of; from shardwise.plans import presets;"
+        "import sys; from shardwise.model.named import facts_of; from shardwise.plans import presets;"
         "facts_of('llama3-405b').work(1, 4096, presets.zero3()); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

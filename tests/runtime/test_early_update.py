@@ -16,8 +16,8 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.trace import Trace, recording
-from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
 from shardwise.plans.ops import Kind
+from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
 from shardwise.runtime.execute import Done
 from shardwise.runtime.optimizer.windows import WindowedUpdate
 from tests.models import (

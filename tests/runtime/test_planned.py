@@ -9,9 +9,9 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.topology import Topology
 from shardwise.model.units import describe
-from shardwise.plans.plan import Tiers, Tiling
-from shardwise.plans.ops import Op, Phase
 from shardwise.plans.expected import schedule
+from shardwise.plans.ops import Op, Phase
+from shardwise.plans.plan import Tiers, Tiling
 from tests.models import TinyGPT, UntiedGPT, adamw, batch, lm_loss, make, mine
 
 LEVELS = "node=2,world=2"

@@ -9,6 +9,7 @@ import shardwise.core, shardwise.cost, shardwise.plans, shardwise.planner
 for package in (shardwise.core, shardwise.cost, shardwise.plans, shardwise.planner):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
+importlib.import_module("shardwise.planning")
 importlib.import_module("shardwise.cli.explain")
 importlib.import_module("shardwise.cli.simulate")
 heavy = {"torch", "numpy", "transformers"} & set(sys.modules)

@@ -9,14 +9,7 @@ import torch
 from rich.console import Console
 
 from shardwise.train.config import OptimConfig
-from shardwise.train.metrics import (
-    MetricsWriter,
-    StepRecord,
-    format_bytes,
-    format_count,
-    peak_rss_bytes,
-    rss_bytes,
-)
+from shardwise.train.metrics import MetricsWriter, StepRecord, peak_rss_bytes, rss_bytes
 from shardwise.train.progress import reporter
 
 
@@ -53,11 +46,6 @@ def test_other_ranks_write_nothing() -> None:
 
 def test_memory_is_measured() -> None:
     assert 10_000_000 < rss_bytes() <= peak_rss_bytes()
-
-
-def test_formats() -> None:
-    assert [format_bytes(n) for n in (0, 999, 1500, 2.5e9)] == ["0 B", "999 B", "1.5 kB", "2.5 GB"]
-    assert [format_count(n) for n in (7, 1234, 10_700_000)] == ["7", "1.23k", "10.7M"]
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:

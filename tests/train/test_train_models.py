@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwise.core.errors import UsageError
+from shardwise.model.gpt import SIZES
 from shardwise.train.config import ConfigError, ModelConfig
-from shardwise.train.gpt import SIZES
 from shardwise.train.models import build_model, context_of, count_parameters, loss_of, vocab_of
 
 TINY_GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 64}

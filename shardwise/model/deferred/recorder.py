@@ -31,7 +31,7 @@ class Recorder(TorchDispatchMode):
         return False  # would import torch._dynamo: seconds, and 60 MB
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._streams = Streams()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.bench import matmul
+from shardwise.probing import matmul
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "mm": (torch.mm, ((5, 7), (7, 3))),

@@ -7,9 +7,10 @@ import torch
 
 import shardwise as sw
 from shardwise.cost.file import load_cluster
-from shardwise.planner.api import request
-from shardwise.planner.search import Candidate, search
+from shardwise.planner.request import Candidate
+from shardwise.planner.search import search
 from shardwise.planner.space import Loss
+from shardwise.planning import request
 from shardwise.plans.validate import violations
 from tests.models import TinyGPT, lm_loss
 

@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: the built-in model of the reference trainer.
+"""A small GPT in plain PyTorch: what the trainer trains by default, and whose blocks probes time.
 
 Pre-norm blocks, causal scaled-dot-product attention, learned positions, tied embeddings. It knows
 nothing of shardwise: every strategy is applied from outside.
@@ -75,7 +75,8 @@ class Attention(nn.Module):
             for part in self.qkv(x).split(width, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).reshape(batch, seq, width))
+        out: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, seq, width))
+        return out
 
 
 class MLP(nn.Module):
@@ -87,7 +88,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
 
 
 class Block(nn.Module):
@@ -102,7 +104,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
 
 
 class GPT(nn.Module):

@@ -1,0 +1,168 @@
+"""The least time that a step of a plan can take: nothing overlaps better than perfectly.
+
+The bound counts the bytes of the leanest wires and no codec, and takes the busiest resource.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+from shardwise.core.layout import DTYPE_BYTES, FlatSpec, UnitSpec
+from shardwise.cost.engine import Stage
+from shardwise.cost.price import Prices
+from shardwise.planner.figures import Figures, without_activations
+from shardwise.planner.request import Request
+from shardwise.planner.space import Batch, leanest
+from shardwise.plans.plan import Plan, resolve, untiled
+from shardwise.plans.schedule import Hop, Kind, Op, Phase, Trigger, trained_flats, unit_ops
+from shardwise.plans.traffic import step_phases
+
+ROOT = "root"
+Seconds = defaultdict[str, float]
+"""By resource."""
+
+
+class Bound:
+    """The bounds of plans for one request; what does not depend on the batch is computed once."""
+
+    def __init__(self, request: Request, figures: Figures) -> None:
+        self._request, self._figures = request, figures
+        self._topology = request.cluster.topology
+        self._prices = Prices(request.cluster)
+        self._links: dict[tuple[Plan, Phase], Seconds] = {}
+        self._leanest: dict[Plan, Plan] = {}
+        self._exposed: dict[Plan, float] = {}
+
+    def follow(self, other: "Bound") -> None:
+        """Shares with another one what does not depend on speeds."""
+        self._leanest = other._leanest
+
+    def busy(self, plan: Plan, batch: Batch) -> list[float]:
+        """Seconds of each resource; no step of any wiring of a plan is shorter than the longest."""
+        work = self._figures.work(plan, batch)
+        busy: Seconds = defaultdict(float)
+        for phase, times in step_phases(batch.accumulate).items():
+            for resource, seconds in self._transfers(plan, phase).items():
+                busy[resource] += times * seconds
+        forwards = 1 if plan.activations == "keep" else 2
+        alone = self._update(plan) + self._ends(plan)
+        busy["compute"] = alone + batch.accumulate * (
+            self._collecting(plan)
+            + sum(
+                times * self._compute(work.dtype, flops, backward, forwards)
+                for (flops, backward), times in Counter(
+                    (flops, self._figures.backward(plan)[name])
+                    for name, flops in work.forward_flops.items()
+                    if name != ROOT
+                ).items()
+            )
+        )
+        return list(busy.values())
+
+    def _compute(self, dtype: str, flops: float, backward: float, forwards: int) -> float:
+        """Seconds of a unit's passes; a forward is repeated only where backward comes."""
+        forward_s = self._prices.compute(dtype, flops, backward=False).seconds
+        if not backward:
+            return forward_s
+        backward_s = self._prices.compute(dtype, backward * flops, backward=True).seconds
+        return forwards * forward_s + backward_s
+
+    def _update(self, plan: Plan) -> float:
+        """Seconds of the optimizer's own work where its states are on the device."""
+        if plan.optim.tier != "device":
+            return 0.0
+        parts = self._topology.factor(plan.optim.spread)
+        numel = sum(
+            times * (flat.numel // parts)
+            for unit, times in self._figures.model(plan).classes
+            for flat in trained_flats(unit)
+        )
+        return self._prices.update(numel, "device").seconds  # all at once, as in a step
+
+    def _collecting(self, plan: Plan) -> float:
+        """Seconds in which a pass brings its gradients together."""
+        dtype_of = plan.precision.reduce_dtype
+        return self._of_trained(
+            plan,
+            lambda flat: self._prices.copy(flat.numel * DTYPE_BYTES[dtype_of(flat.dtype)]).seconds,
+        )
+
+    def _of_trained(self, plan: Plan, price: Callable[[FlatSpec], float]) -> float:
+        """The sum over what is trained: at least the time of one call for all of a unit's flats."""
+        return sum(
+            times * max((price(flat) for flat in trained_flats(unit)), default=0.0)
+            for unit, times in self._figures.model(plan).classes
+        )
+
+    def _ends(self, plan: Plan) -> float:
+        """Seconds that nothing can hide: the first gather, and the last unit's reduction."""
+        key = without_activations(plan)
+        if key not in self._exposed:
+            self._exposed[key] = self._first_and_last(plan)
+        return self._exposed[key]
+
+    def _first_and_last(self, plan: Plan) -> float:
+        lean = self._lean(plan)
+        units = self._figures.model(plan).model.units
+        first = units[min(1, len(units) - 1)]
+        rungs = resolve(lean, self._topology, first.name)
+        ops = unit_ops(first, rungs, lean, Phase.ONLY, encloses=first.name == ROOT)
+        gathers, reduces = (
+            [[self._hop_seconds(op, hop) for hop in op.hops] for op in ops[trigger] if op.hops]
+            for trigger in (Trigger.BEFORE_FORWARD, Trigger.GRADS_READY)
+        )
+        # Hops of a reduction may overlap, chunk by chunk.
+        return sum(map(sum, gathers)) + sum(map(max, reduces))
+
+    def _lean(self, plan: Plan) -> Plan:
+        key = without_activations(plan)
+        if key not in self._leanest:
+            self._leanest[key] = leanest(plan, self._topology, self._request.loss)
+        return self._leanest[key]
+
+    def _hop_seconds(self, op: Op, hop: Hop) -> float:
+        """A hop with nothing encoded or summed."""
+        direct = op.kind is Kind.REDUCE and hop.format is not None
+        return self._prices.hop("", hop, reduces=False, direct=direct).seconds
+
+    def _transfers(self, plan: Plan, phase: Phase) -> Seconds:
+        """Seconds on each link and tier in one pass, for the leanest wires and nothing encoded."""
+        key = (without_activations(plan), phase)
+        if key not in self._links:
+            lean = self._lean(plan)
+            total: Seconds = defaultdict(float)
+            for unit, times in self._figures.model(plan).classes:
+                for resource, seconds in self._unit_transfers(lean, unit, phase).items():
+                    total[resource] += times * seconds
+            self._links[key] = total
+        return self._links[key]
+
+    def _unit_transfers(self, plan: Plan, unit: UnitSpec, phase: Phase) -> Seconds:
+        seconds: Seconds = defaultdict(float)
+        rungs = resolve(plan, self._topology, unit.name)
+        ops = unit_ops(unit, rungs, plan, phase, encloses=unit.name == ROOT)
+        if not self._figures.backward(plan)[untiled(unit.name)]:
+            del ops[Trigger.BEFORE_BACKWARD]
+        for op in (op for some in ops.values() for op in some):
+            for hop in op.hops:
+                seconds[f"link {hop.level}"] += self._hop_seconds(op, hop)
+            for stage in self._moves(plan, op):
+                for resource, share in stage.needs:
+                    seconds[resource] += share * stage.seconds
+        return seconds
+
+    def _moves(self, plan: Plan, op: Op) -> Iterator[Stage]:
+        """Bytes to and from tiers, as the simulator moves them."""
+        if not op.moved_bytes:
+            return
+        if op.kind is Kind.STEP:
+            tier = plan.moving_tier or "device"
+            written = op.written_bytes
+            read = op.moved_bytes - written
+        else:
+            tier = plan.grads.tier if op.kind is Kind.STORE else plan.params.tier
+            read = op.moved_bytes if op.kind is Kind.FETCH else 0
+            written = op.moved_bytes - read
+        if tier != "device":
+            to_host = op.kind is Kind.STEP and plan.optim.tier != "device"
+            yield self._prices.move(tier, read, writes=False, to_host=to_host)
+            yield self._prices.move(tier, written, writes=True, to_host=to_host)
