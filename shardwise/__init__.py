@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
     from shardwise.model.deferred import deferred_init
-    from shardwise.planner.api import plan, simulate
+    from shardwise.planning import plan, simulate
     from shardwise.plans import presets
     from shardwise.plans.auto import Auto
     from shardwise.plans.plan import Override, Plan, Precision, StatePlan, Tiers, Tiling
@@ -43,7 +43,7 @@ _HOMES = {
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
-    "shardwise.planner.api": "plan simulate",
+    "shardwise.planning": "plan simulate",
     "shardwise.plans.auto": "Auto",
     "shardwise.plans.plan": "Override Plan Precision StatePlan Tiers Tiling",
     "shardwise.probing.probe": "probe",

@@ -12,10 +12,12 @@ from torch import nn
 
 from shardwise.comm.grid import find_place
 from shardwise.core.errors import UsageError
+from shardwise.core.sizes import format_bytes
 from shardwise.core.topology import Topology
 from shardwise.model.facts import facts_of_module, main_dtype
 from shardwise.planner.choices import wires
-from shardwise.planner.search import Candidate, Request, lacks, search
+from shardwise.planner.request import Candidate, Request, lacks
+from shardwise.planner.search import search
 from shardwise.planner.space import Batch, Loss
 from shardwise.planner.units import refine
 from shardwise.plans.auto import Auto
@@ -27,7 +29,6 @@ from shardwise.probing.progress import shown
 from shardwise.probing.scope import DTYPES
 from shardwise.runtime.execute import Done
 from shardwise.runtime.runtime import Runtime
-from shardwise.train.metrics import format_bytes
 
 
 def choose(

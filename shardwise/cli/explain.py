@@ -10,16 +10,16 @@ import typer
 
 from shardwise.cli.common import JSON_OPTION, print_json
 from shardwise.core.layout import ModelSpec, UnitSpec
+from shardwise.core.sizes import format_bytes, format_count
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
+from shardwise.model.named import facts_of
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.memory import Memory, memory
 from shardwise.plans.plan import Plan, Rungs, resolve
 from shardwise.plans.schedule import Event, Op, Phase, schedule
 from shardwise.plans.traffic import Traffic, Use, step_traffic
 from shardwise.plans.validate import check, spreads
-from shardwise.train.facts import facts_of
-from shardwise.train.metrics import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.table import Table

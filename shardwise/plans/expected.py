@@ -172,8 +172,7 @@ class Training:
         for unit, inside in reversed(self._calls):
             if self._ops[unit].name in self._reached:
                 yield unit
-            for tile in reversed(inside):
-                yield tile
+            yield from reversed(inside)
 
     def _before_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = True

@@ -8,8 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 # Here for auto.py and cli/explain.py only, which shall import them from where they are.
-from shardwise.core.sizes import format_bytes as format_bytes
-from shardwise.core.sizes import format_count as format_count
 
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.toml"

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.core.cluster import Cluster, ClusterError
 from shardwise.cost.file import catalogue, dump_cluster, load_cluster, parse_cluster
-from shardwise.planner.api import simulate
+from shardwise.planning import simulate
 
 NAMES = sorted(catalogue())
 PROBED = ("two-cores-200m",)

@@ -16,7 +16,8 @@ from shardwise import auto
 from shardwise.api import runtime_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.cost.file import load_cluster
-from shardwise.planner.search import Request, search
+from shardwise.planner.request import Request
+from shardwise.planner.search import search
 from shardwise.planner.space import Batch, Loss
 from shardwise.plans.file import load_plan
 from shardwise.probing import recheck

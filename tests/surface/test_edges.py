@@ -45,14 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 
-PENDING = {
-    ("auto.py", "train"),  # format_bytes is in core/sizes.py
-    ("comm/carry.py", "runtime"),  # a type only, to be replaced by a protocol of comm's own
-    # shardwise/__init__.py and tests/cost name shardwise.planner.api for what is in
-    # shardwise.planning; once they do not, planner/api.py goes.
-    ("__init__.py", "planner"),
-    ("planner/api.py", "planning"),
-}
+PENDING: set[tuple[str, str]] = set()
 """Edges that are known and on their way out, as (file, package)."""
 
 Edge = tuple[str, str]

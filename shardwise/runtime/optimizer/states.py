@@ -1,4 +1,4 @@
-"""The states of an optimizer, by parameter: shown, loaded and saved as this rank's shards of them."""
+"""The states of an optimizer by parameter, shown, loaded and saved as this rank's shards."""
 
 import hashlib
 from itertools import chain

@@ -1,8 +1,8 @@
 """Taking over the user's optimizer: the same object, stepping on this rank's shards.
 
 The optimizer keeps its class, its groups and its hyper-parameters, and its groups go on listing
-the model's parameters. Only while ``step`` runs are they replaced by this rank's shards of
-the master weights; between steps the state of a parameter is the state of its shard. Because that is
+the model's parameters. Only while ``step`` runs are they replaced by this rank's shards of the
+master weights; between steps the state of a parameter is the state of its shard. Because that is
 done by torch's own step hooks, schedulers and wrappers built before or after keep working.
 
 An optimizer that was built after ``shard`` is taken over when it first steps.
