@@ -159,24 +159,34 @@ class Training:
         yield self._event(Trigger.BEGIN_BACKWARD, 0, self._issuer.begin(BACKWARD, phase))
         yield self._before_backward(0)
         last: int | None = None
-        """The unit whose inputs' gradients begin the next one's backward."""
-        for unit in self._backward_uses():
+        """The block whose inputs' gradients begin the next one's backward."""
+        for unit, inside in reversed(self._calls):
+            if self._ops[unit].name not in self._reached:
+                continue
             yield self._before_backward(unit)
             if last is not None:
                 yield self._after_backward(last)
+            yield from self._tiles_backward(inside)
             yield from self._grads(unit)
-            last = unit
+            last = None if self._ops[unit].is_tile else unit
+            if last is None:
+                yield self._after_backward(unit)
         if last is not None:
             yield self._after_backward(last)
         yield from self._grads(0)
         self._issuer.units[0].busy = False
         yield self._end_walk(Trigger.END_BACKWARD, self._issuer.end_backward)
 
-    def _backward_uses(self) -> Iterator[int]:
-        for unit, inside in reversed(self._calls):
-            if self._ops[unit].name in self._reached:
-                yield unit
-            yield from reversed(inside)
+    def _tiles_backward(self, inside: list[int]) -> Iterator[Event]:
+        """The last tile first. The gradient that reaches it sets off the block's recomputation,
+        which needs all of them in the order of forward."""
+        for number, tile in enumerate(reversed(inside)):
+            yield self._before_backward(tile)
+            for again in inside if number == 0 and self._plan.activations != "keep" else ():
+                yield self._fire(Trigger.BEFORE_RECOMPUTE, again)
+                yield self._fire(Trigger.AFTER_RECOMPUTE, again)
+            yield from self._grads(tile)
+            yield self._after_backward(tile)
 
     def _before_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = True

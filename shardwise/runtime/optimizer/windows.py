@@ -209,8 +209,9 @@ class WindowedUpdate:
         size = self._runtime.plan.tiers.window_numel
         for start in range(flat.optim_at.start, flat.optim_at.stop, size):
             place = Interval(start, min(start + size, flat.optim_at.stop))
+            # Also those of padding alone, so that all ranks move the bytes that were planned.
             slots = [slot for slot in moving if slot.spec.interval.intersect(place).numel]
-            if slots:
+            if moving:
                 yield _Window(unit, flat, place, slots)
 
     def _load(self, window: _Window) -> _Window:
@@ -228,7 +229,7 @@ class WindowedUpdate:
         flat, (start, stop) = window.flat, window.inside
         assert flat.params.master is not None
         window.master = flat.params.master.lend(start, stop)
-        if any(slot in self.states.numbers for slot in window.slots):
+        if not window.slots or any(slot in self.states.numbers for slot in window.slots):
             rests = self.states.rests.get(flat, {})
             window.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
 
@@ -249,7 +250,8 @@ class WindowedUpdate:
             pieces[slot.face.parameter] = piece
             if slot in self._before:
                 self._optimizer.state[piece] = self._state_of_piece(window, slot)
-        self._run(pieces)
+        if pieces:
+            self._run(pieces)
         is_first = any(slot not in self._before for slot in window.slots)
         for slot in window.slots:
             self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))
