@@ -79,6 +79,9 @@ class UnitOps:
         self.trained = trained_flats(unit)
         self.travels = bool(unit.flats) and travels(rungs, plan)
         self.kept_rung = kept_rung(rungs, plan, encloses=encloses)
+        away = plan.grads.tier != "device" or plan.optim.tier != "device"
+        self.updates_early = plan.tiers.update == "backward" and away and not encloses
+        """Whether the update runs beside backward; the root's gradients are its very last."""
         self._optim_words = optim_words
         self._made: dict[Hashable, Ops] = {}
         self._alike: UnitOps | None = None
@@ -131,12 +134,6 @@ class UnitOps:
     def update(self) -> Ops:
         """The optimizer's update, and the way of the new values to P's rung."""
         return self._once("_update")
-
-    @property
-    def updates_early(self) -> bool:
-        """Whether the update runs beside backward; the root's gradients are its very last."""
-        away = any(state.tier != "device" for state in (self.plan.grads, self.plan.optim))
-        return self.plan.tiers.update == "backward" and away and not self.encloses
 
     @property
     def sends_differences(self) -> bool:

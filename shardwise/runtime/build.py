@@ -136,9 +136,10 @@ def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
                 guard.own(parameter, slot)
                 flat.slots.append(slot)
                 built.slots.append(slot)
+                built.parameters.append(parameter)
                 start.filled(slot)
     if built.travels:
-        guard.close(slot.parameter for slot in built.slots)
+        built.close()
 
 
 class _Start:

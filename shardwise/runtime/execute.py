@@ -13,7 +13,7 @@ import torch
 from shardwise.comm.carry import Carriers, Leg, Outer, finish
 from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Early
-from shardwise.core.meter import Meter, counting
+from shardwise.core.meter import THREAD, Meter
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
 from shardwise.plans.ops import Hop, Kind, Op, Place
@@ -93,8 +93,11 @@ class Executor:
         ``meter`` has what was moved for it before its turn.
         """
         done = Done(op, time.perf_counter(), meter or Meter())
-        with counting(done.meter):
+        before, THREAD.meter = THREAD.meter, done.meter
+        try:
             ticket = self._verbs[op.kind](self._units[op.unit], op)
+        finally:
+            THREAD.meter = before
         for observer in self.observers:
             observer(done)
         return ticket

@@ -296,13 +296,17 @@ class Backward:
         grads.mark(slot)
         if slot.flat.grads.full is None:
             self.wait_for(self._issuer.limit().finish)
-        reductions.take(slot, grad)
-        if reductions.order is not None:
+        is_complete = reductions.take(slot, grad)
+        if reductions.order is None:
+            proposed = reductions.proposed_by(slot)
+            if proposed is not None:
+                self._forward.agree_on_reduction(proposed)
+        elif is_complete:
             self._launch_ready()
-        elif (proposed := reductions.proposed_by(slot)) is not None:
-            self._forward.agree_on_reduction(proposed)
-        for call in self._uses.arrived(slot):
-            self.after(unit, call)
+        unit.arrived.add(slot)
+        if len(unit.arrived) == unit.num_trained:
+            for call in self._uses.complete(unit):
+                self.after(unit, call)
 
     def finish(self) -> None:
         """The end of backward: everything is reduced, and ``p.grad`` shows it."""
@@ -412,8 +416,7 @@ class Backward:
 
     def _exchange_flags(self) -> Flags:
         runtime, reductions = self._runtime, self.reductions
-        dropped = [grads.was_dropped(slot) for slot in reductions.slots]
-        mine = reductions.flags(runtime.updated, dropped)
+        mine = reductions.flags(runtime.updated, grads.dropped(reductions.slots))
         if runtime.sync or any(unit.rungs.grads > 0 for unit in reductions.units):
             mine = runtime.grid.control.highest(mine, "end of a backward")
         flags = reductions.read_flags(mine.tolist(), synchronises=runtime.sync)

@@ -35,24 +35,23 @@ class SwappedBuffer:
         self._nbytes = numel * dtype.itemsize
         self._storage = _resting_storage(self._nbytes, device)
         self._lent: torch.UntypedStorage | None = None
+        self.filled = False
+        """Whether there is memory under it."""
         self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,))
-
-    @property
-    def filled(self) -> bool:
-        return self._lent is not None
 
     def fill(self) -> None:
         """Puts memory (with arbitrary contents) under the tensor."""
         if self._lent is None:
             self._lent = self._pool.take(self._nbytes)
             self._storage._swap_data_ptr_(self._lent)
+            self.filled = True
 
     def drop(self) -> None:
         """Takes the memory away again; the tensor reads as NaN."""
         if self._lent is not None:
             self._storage._swap_data_ptr_(self._lent)
             self._pool.give(self._lent)
-            self._lent = None
+            self._lent, self.filled = None, False
 
 
 def _resting_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.lane import HOST, wait_on_host
 from shardwise.core.errors import UsageError
-from shardwise.core.meter import Meter, counting, current
+from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
@@ -216,7 +216,7 @@ class WindowedUpdate:
 
     def _load(self, window: _Window) -> _Window:
         """Begins to read all that an update needs."""
-        with counting(self.meters.get(window.unit.name) or current()):
+        with counting(self.meters.get(window.unit.name) or THREAD.meter):
             self._lend_grad(window)
             self._lend_states(window)
         return window
