@@ -19,9 +19,9 @@ from shardwise.core.errors import PlanError
 from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.cost.habits import OURS, Habits
-from shardwise.plans.plan import Rungs
 from shardwise.plans.hops import chunk_numel
 from shardwise.plans.ops import Hop, Op
+from shardwise.plans.plan import Rungs
 
 PROCESSOR, HOST_PROCESSOR = "processor", "host processor"
 READ, WRITE, HOST = "read", "write", "host"

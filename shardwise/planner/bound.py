@@ -12,10 +12,10 @@ from shardwise.cost.price import Prices
 from shardwise.planner.figures import Figures, without_activations
 from shardwise.planner.request import Request
 from shardwise.planner.space import Batch, leanest
-from shardwise.plans.plan import Plan, resolve, untiled
 from shardwise.plans.expected import unit_ops
 from shardwise.plans.ops import Hop, Kind, Op, Phase, Trigger
-from shardwise.plans.schedule import trained_flats
+from shardwise.plans.placed import trained_flats
+from shardwise.plans.plan import Plan, resolve, untiled
 from shardwise.plans.traffic import step_phases
 
 ROOT = "root"

@@ -13,8 +13,10 @@ from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.plans.ops import Op, Phase, Trigger
 from shardwise.plans.order import BACKWARD, Asks, Issue, Issuer
+from shardwise.plans.placed import trained_flats
 from shardwise.plans.plan import Plan, resolve, untiled
-from shardwise.plans.schedule import Holds, UnitOps, trained_flats
+from shardwise.plans.schedule import UnitOps
+from shardwise.plans.sums import Holds
 
 FORWARD = "forward"
 
@@ -226,10 +228,11 @@ class Training:
     # --- the step -----------------------------------------------------------------------------
 
     def _step(self) -> Event:
-        issues = [self._issuer.release_all(), *self._issuer.step(updated=self._updated)]
+        ops = self._issuer.release_all()
+        for issue in self._issuer.step(updated=self._updated):
+            ops += issue.ops
         self._updated.clear()
         self._summed.clear()  # the user's zero_grad
-        ops = [op for issue in issues for op in (*issue.ops, *issue.later)]
         return Event(Trigger.STEP, "", tuple(ops))
 
     # --- inside -------------------------------------------------------------------------------

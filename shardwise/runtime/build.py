@@ -109,7 +109,7 @@ def _lay_out(
 
 def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Step]:
     """Where the outer lane goes: refreshes, and the last hop of encoded reductions."""
-    found = []
+    found: list[Step] = []
     for unit, rungs in zip(spec.units, resolved, strict=True):
         found += rungs.ladder.steps[rungs.params : rungs.optim]
         index = outer_step(unit, rungs, plan.for_unit(unit.name))

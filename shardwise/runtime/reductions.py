@@ -6,7 +6,7 @@ recorded order has come, so that reductions match on all ranks and overlap the r
 What is missing at the end of backward counts as zeros; what arrives after its unit was reduced is
 reduced once more. A tile's gradient is reduced whenever it arrives: once for each use.
 
-Everything here answers questions; ``passes.py`` asks them, and has reductions issued.
+Everything here answers questions; ``backward.py`` asks them, and has reductions issued.
 """
 
 from collections import Counter

@@ -17,7 +17,8 @@ from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.model.tiling import Tile
 from shardwise.plans.plan import Rungs
-from shardwise.plans.schedule import Holds, UnitOps
+from shardwise.plans.schedule import UnitOps
+from shardwise.plans.sums import Holds
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import guard
