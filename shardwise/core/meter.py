@@ -1,7 +1,7 @@
-"""Bytes counted where they move: by links, stores and copies, for the operation that moves them.
+"""Counts of the bytes that links, stores and copies move, for each operation.
 
-Whoever executes an operation makes its ``Meter`` the current one of the thread; lanes and stores
-carry it along to the threads that do the work. Without one counting costs a comparison.
+The code that executes an operation makes its ``Meter`` the current one of its thread; lanes and
+stores pass it on to the threads that do the work. Without a meter, counting costs one comparison.
 """
 
 import threading
@@ -17,11 +17,11 @@ class Meter:
 
     def __init__(self) -> None:
         self.sent: Counter[int] = Counter()
-        """Bytes that crossed a link, by the exchange's key."""
+        """Bytes that crossed a link, by the key of the exchange."""
         self.read = 0
-        """Bytes that came from a tier."""
+        """Bytes read from a tier."""
         self.written = 0
-        """Bytes that went to one."""
+        """Bytes written to a tier."""
 
 
 _thread = threading.local()
@@ -34,7 +34,7 @@ def current() -> Meter | None:
 
 
 def set_current(meter: Meter | None) -> Meter | None:
-    """Makes a meter the thread's; returns the one before it."""
+    """Make a meter the current one of this thread; return the previous one."""
     before = current()
     _thread.meter = meter
     return before
@@ -42,7 +42,7 @@ def set_current(meter: Meter | None) -> Meter | None:
 
 @contextmanager
 def counting(meter: Meter | None) -> Iterator[None]:
-    """Inside, what this thread moves counts for an operation.
+    """Inside, this thread counts what it moves with this meter.
 
     >>> with counting(Meter()) as _, counting(meter := Meter()):
     ...     count_sent(7, 100)
@@ -57,7 +57,7 @@ def counting(meter: Meter | None) -> Iterator[None]:
 
 
 def count_sent(key: int, nbytes: int) -> None:
-    """A link has moved bytes of an exchange: as many as this rank sends, and gets."""
+    """Count bytes of an exchange on a link: those that this rank sends (it receives as many)."""
     meter = current()
     if meter is not None:
         with _lock:
@@ -65,7 +65,7 @@ def count_sent(key: int, nbytes: int) -> None:
 
 
 def count_moved(meter: Meter | None, nbytes: int, *, writes: bool) -> None:
-    """Bytes have moved between memory and a tier."""
+    """Count bytes moved between memory and a tier."""
     if meter is None:
         return
     with _lock:
