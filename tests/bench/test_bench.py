@@ -123,7 +123,7 @@ def test_ctrl_c_takes_the_cluster_down(real_network: None) -> None:
     [
         (["--rate", "fast"], "'fast' is no rate"),
         (["--latency", "5"], "'5' is no latency"),
-        (["--dtype", "int8"], "'int8' is no dtype"),
+        (["--dtype", "int8"], "--dtype int8 is not supported"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(options: list[str], sentence: str) -> None:

@@ -419,7 +419,7 @@ class TestCommand:
             (["-o", "{folder}"], "is a folder; give the name of a .toml file"),
             (["--dtype", "int3"], "'int3' is no dtype that shardwise probe measures; use float32"),
             (["--levels", "node"], "is not NAME=SIZE"),
-            (["--path", "{folder}/no"], "is no folder; give one on a local disk"),
+            (["--path", "{folder}/no"], "is not a folder; give one on a local disk"),
         ],
     )
     def test_a_mistake_is_one_sentence_before_anything_is_measured(
