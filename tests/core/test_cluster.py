@@ -78,7 +78,7 @@ def test_a_rate_is_a_straight_line(rate: float, latency: float, amount: float) -
     ],
 )
 def test_a_curve_that_cannot_be(points: tuple[tuple[float, float], ...]) -> None:
-    with pytest.raises(ClusterError, match="A curve"):
+    with pytest.raises(ClusterError, match="curve"):
         Curve(points)
 
 
@@ -199,7 +199,7 @@ def test_ranks_of_a_node_share_its_host_whatever_is_inside() -> None:
 
 def test_an_unknown_latency_is_an_error() -> None:
     alone = replace(load_cluster("dgx-a100"), levels=(LinkSpec(name="world", size=1),))
-    with pytest.raises(ClusterError, match="Nobody knows the latency of level 'world'"):
+    with pytest.raises(ClusterError, match="The latency of level 'world' .* is unknown"):
         alone.with_bandwidth("world", 1e9)
 
 

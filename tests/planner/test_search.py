@@ -347,7 +347,7 @@ class TestCommand:
         assert "Memory peaks in backward blocks." in result.output
         # Nobody has to try: what is told was looked at.
         more = re.search(
-            r"What would make it fit, each alone:.*--ranks (\d+)\)", result.output, re.S
+            r"Each of these alone would make it fit:.*--ranks (\d+)\)", result.output, re.S
         )
         assert more
         arguments = ("--model", "gpt-mini", "--cluster", "dgx-a100", "--seq", "128")
@@ -358,7 +358,7 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["--memory", "0"], "A memory of 0 leaves nothing"),
-            (["--path", "/disk"], "has no disk in its description"),
+            (["--path", "/disk"], "has no disk; add"),
             (["--ranks", "3"], "cannot have 3 ranks"),
         ],
     )
