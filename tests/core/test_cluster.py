@@ -199,7 +199,7 @@ def test_ranks_of_a_node_share_its_host_whatever_is_inside() -> None:
 
 def test_an_unknown_latency_is_an_error() -> None:
     alone = replace(load_cluster("dgx-a100"), levels=(LinkSpec(name="world", size=1),))
-    with pytest.raises(ClusterError, match="The latency of level 'world' .* is unknown"):
+    with pytest.raises(ClusterError, match=r"The latency of level 'world' .* is unknown"):
         alone.with_bandwidth("world", 1e9)
 
 

@@ -99,7 +99,7 @@ class TestProbe:
 
     def test_a_dtype_that_is_none(self, two: harness.Workers) -> None:
         for sentence in two.run(refused, dtype="int3"):
-            assert sentence.startswith("'int3' is no dtype")
+            assert sentence.startswith("'int3' is not a dtype")
 
     def test_a_dtype_that_ends_processes_on_one_rank_is_an_error_on_all(
         self, two: harness.Workers
@@ -417,7 +417,7 @@ class TestCommand:
         [
             (["-o", "{folder}/no/cluster.toml"], "no/cluster.toml cannot be written: No such file"),
             (["-o", "{folder}"], "is a folder; give the name of a .toml file"),
-            (["--dtype", "int3"], "'int3' is no dtype that shardwise probe measures; use float32"),
+            (["--dtype", "int3"], "'int3' is not a dtype that shardwise probe measures; use float32"),
             (["--levels", "node"], "is not NAME=SIZE"),
             (["--path", "{folder}/no"], "is not a folder; give one on a local disk"),
         ],
