@@ -108,7 +108,7 @@ class Cluster:
 
     def __init__(self, nodes: int) -> None:
         if not 2 <= nodes <= MAX_NODES:
-            raise UsageError(f"--nodes must be 2 to {MAX_NODES}, not {nodes}")
+            raise UsageError(f"a cluster must have 2 to {MAX_NODES} nodes, not {nodes}")
         self.num_nodes = nodes
         self.name = f"swbench-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(3)}"
         self.directory = Path(tempfile.gettempdir()) / self.name

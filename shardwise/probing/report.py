@@ -47,7 +47,7 @@ def _hops(level: LinkSpec) -> "Table":
     assert level.reduce is not None
     table = _table(f"level {level.name}", "gather", "", "reduce", "")
     table.title = (
-        f"{level.size} members over {level.source}; hops keep {level.busy:.0%} of processors busy"
+        f"{level.size} members over {level.source}; hops keep processors {level.busy:.0%} busy"
     )
     table.title_justify = "left"
     rows: dict[float, list[str]] = {}

@@ -439,7 +439,7 @@ def damaged(root: str) -> None:
 
     on_rank_0(misplace)
     message = refusal(lambda: sw.load_pretrained(model, folder))
-    assert "promises tensors that its files do not have (embed.weight)" in message
+    assert "lists tensors that its files do not have (embed.weight)" in message
     on_rank_0(cut)
     assert second.name in refusal(lambda: sw.load_pretrained(model, folder))
     on_rank_0(second.unlink)
@@ -752,4 +752,4 @@ def test_inspect(tmp_path: Path) -> None:
     path.write_bytes(b"no header here")
     refused = CliRunner().invoke(app, ["inspect", str(path)])
     assert isinstance(refused.exception, sw.UsageError)
-    assert "no whole safetensors file" in str(refused.exception)
+    assert "not a complete safetensors file" in str(refused.exception)

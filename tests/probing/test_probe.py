@@ -105,7 +105,7 @@ class TestProbe:
         self, two: harness.Workers
     ) -> None:
         for sentence in two.run(refused_on_one_rank):
-            assert sentence.startswith("A product in bfloat16 ends a process")
+            assert sentence.startswith("A product in bfloat16 kills a process")
 
     def test_progress_ends_where_it_said_and_passes_are_visited_again(
         self, one: harness.Workers
@@ -417,7 +417,10 @@ class TestCommand:
         [
             (["-o", "{folder}/no/cluster.toml"], "no/cluster.toml cannot be written: No such file"),
             (["-o", "{folder}"], "is a folder; give the name of a .toml file"),
-            (["--dtype", "int3"], "'int3' is not a dtype that shardwise probe measures; use float32"),
+            (
+                ["--dtype", "int3"],
+                "'int3' is not a dtype that shardwise probe measures; use float32",
+            ),
             (["--levels", "node"], "is not NAME=SIZE"),
             (["--path", "{folder}/no"], "is not a folder; give one on a local disk"),
         ],
