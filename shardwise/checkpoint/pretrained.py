@@ -110,9 +110,7 @@ def _fault(tensor: Named, stored: Stored) -> str | None:
         return f"'{info.name}' has shape {list(info.shape)} instead of {list(tensor.shape)}"
     kinds = [(d.is_floating_point, d.is_complex) for d in (dtype, tensor.tensor.dtype)]
     if kinds[0] != kinds[1]:  # integers of a quantised file are not weights
-        return (
-            f"'{info.name}' has dtype {info.dtype}, which does not convert to {tensor.tensor.dtype}"
-        )
+        return f"'{info.name}' has dtype {info.dtype}, not convertible to {tensor.tensor.dtype}"
     return None
 
 

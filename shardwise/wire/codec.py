@@ -19,8 +19,8 @@ from shardwise.core.wire import CAST_DTYPES, Format, row_bytes, wire_bytes
 from shardwise.wire.rows import RowKernel, full_rows, tail_rows
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements of the pieces that ``Codec.chunks`` cuts. On CPU a sum over peers must stay in cache, but
-calls must not dominate; a CUDA launch should be much larger."""
+"""Elements per piece of ``Codec.chunks``: on CPU a sum over peers must stay in cache, and calls
+must not dominate; a CUDA launch should be much larger."""
 
 
 class Codec(Protocol):

@@ -447,7 +447,7 @@ def damaged(root: str) -> None:
     on_rank_0(lambda: (folder / INDEX).write_text("{"))
     assert INDEX in refusal(lambda: sw.load_pretrained(model, folder))
     on_rank_0((folder / INDEX).unlink)
-    assert "name the file" in refusal(lambda: sw.load_pretrained(model, folder))
+    assert "give the path of one file" in refusal(lambda: sw.load_pretrained(model, folder))
     assert "no file" in refusal(lambda: sw.load_pretrained(model, Path(root) / "absent"))
 
 

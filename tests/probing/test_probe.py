@@ -95,7 +95,7 @@ class TestProbe:
 
     def test_a_folder_that_is_none_is_an_error_on_all_ranks(self, two: harness.Workers) -> None:
         for sentence in two.run(refused, path="/nowhere/at/all"):
-            assert "/nowhere/at/all is no folder" in sentence
+            assert "/nowhere/at/all is not a folder" in sentence
 
     def test_a_dtype_that_is_none(self, two: harness.Workers) -> None:
         for sentence in two.run(refused, dtype="int3"):
@@ -342,7 +342,7 @@ class TestCache:
         two.run(cached, str(tmp_path), path=str(folder))
         folder.rmdir()
         for sentence in two.run(refused_from_cache, str(tmp_path), str(folder)):
-            assert f"{folder} is no folder" in sentence
+            assert f"{folder} is not a folder" in sentence
 
     def test_a_folder_that_cannot_be_written(self, one: harness.Workers, tmp_path: Path) -> None:
         (tmp_path / "shardwise").write_text("a file where the folder would be")
