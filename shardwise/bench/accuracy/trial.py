@@ -78,7 +78,7 @@ class Trial:
                 tell(f"{where}: probing again")
                 self._probes.append(self._probe())
         names = finalists(self._steps)
-        tell(f"{where}: finals of {', '.join(names) or 'nobody'}")
+        tell(f"{where}: finals of {', '.join(names) or 'none'}")
         self._finals = self._meet(names, expected)
         tell(f"{where}: probing a last time")
         self._probes.append(self._probe())
