@@ -221,7 +221,7 @@ class Carrier:
         dtype = torch.promote_types(source.dtype, torch.float32)
         first, *others = legs
         if outer is not None and not others:
-            # The only leg runs later, when the source may be freed, so it gets a copy.
+            # The only leg runs later, when the source may be gone: it gets a copy.
             first, others = None, [first]
         low = top if first is None else first.low
         for columns in chunk_columns(flat.granule, len(rows)):

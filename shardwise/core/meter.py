@@ -17,11 +17,11 @@ class Meter:
 
     def __init__(self) -> None:
         self.sent: Counter[int] = Counter()
-        """Bytes that crossed a link, by the key of the exchange."""
+        """Bytes that crossed a link, by the exchange's key."""
         self.read = 0
-        """Bytes read from a tier."""
+        """Bytes that came from a tier."""
         self.written = 0
-        """Bytes written to a tier."""
+        """Bytes that went to one."""
 
 
 _thread = threading.local()
@@ -34,7 +34,7 @@ def current() -> Meter | None:
 
 
 def set_current(meter: Meter | None) -> Meter | None:
-    """Make a meter the current one of this thread; return the previous one."""
+    """Makes a meter the thread's; returns the one before it."""
     before = current()
     _thread.meter = meter
     return before
@@ -57,7 +57,7 @@ def counting(meter: Meter | None) -> Iterator[None]:
 
 
 def count_sent(key: int, nbytes: int) -> None:
-    """Count bytes of an exchange on a link: those that this rank sends (it receives as many)."""
+    """A link has moved bytes of an exchange: as many as this rank sends, and gets."""
     meter = current()
     if meter is not None:
         with _lock:

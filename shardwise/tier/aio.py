@@ -59,7 +59,7 @@ class Move:
         self.work, self.writes = work, writes
         self.tensor = tensor
         self.meter = current()
-        """The meter of the operation that this belongs to."""
+        """Of the operation that this is a part of."""
         self.address = tensor.data_ptr()
         self.begin, self.end = begin, begin + tensor.nbytes
         self.span = (self.begin, self.end)

@@ -23,7 +23,7 @@ _TILE_BYTES = 1 << 21
 
 
 def tensor_on(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor on memory that is at least as large."""
+    """A flat tensor over memory that has at least its size."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,))
 
 
