@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.model.gpt import GPT, GPTConfig
 from shardwise.plans.plan import Plan
+from shardwise.runtime.execute import Done
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -85,13 +86,21 @@ def build(args: argparse.Namespace, plan: Plan) -> tuple[Callable[[], None], int
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     model(tokens, labels=tokens).loss.backward()
     runtime = runtime_of(model)
-    ops = [unit.update_op for unit in runtime.units]
+    done: list[Done] = []
 
     def step() -> None:
         optimizer.step()
         runtime.homes.settle()
 
-    return step, sum(op.moved_bytes for op in ops if op is not None)
+    step()  # makes states
+    runtime.observers.append(done.append)
+    step()
+    runtime.observers.remove(done.append)
+    moved = sum(each.meter.read + each.meter.written for each in done)
+    planned = sum(each.op.moved_bytes for each in done)
+    if moved != planned:
+        sys.exit(f"{moved} bytes were moved, and {planned} planned: please report this.")
+    return step, moved
 
 
 def _timed(step: Callable[[], None]) -> float:
