@@ -99,8 +99,8 @@ def _ours(model: Model) -> tuple[str, ...]:
 
 
 def _fsdp2(model: Model) -> tuple[str, ...]:
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp import _fully_shard as package
+    from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
         fully_shard(block)
