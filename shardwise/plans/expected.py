@@ -6,7 +6,7 @@ tests compare them with what a run has done.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.core.layout import ModelSpec
@@ -107,6 +107,10 @@ class Training:
             _nested([name for name in (order or model.order) if name != root], model)
         )
         self._reached = reached_units(model)
+        self._leaving: set[int] = set()
+        """Units that are to be updated when their own backward is over."""
+        self._updated: set[int] = set()
+        """Units that this step's backward has updated."""
         self._held: dict[int, Holds] = {}
         self._summed: dict[int, Holds] = {}
         for phase in (Phase.EVAL, Phase.ONLY):  # recorded, and then forgotten
@@ -180,7 +184,17 @@ class Training:
 
     def _after_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = False
-        return self._fire(Trigger.AFTER_BACKWARD, unit)
+        event = self._fire(Trigger.AFTER_BACKWARD, unit)
+        return replace(event, ops=(*event.ops, *self._update_early(unit)))
+
+    def _update_early(self, unit: int) -> list[Op]:
+        """Units that are not gathered compute with P itself: backward must have left them."""
+        computes_with_p = self._issuer.units[unit].busy and not self._ops[unit].travels
+        if unit not in self._leaving or computes_with_p:
+            return []
+        self._leaving.discard(unit)
+        self._updated.add(unit)
+        return self._issuer.update_early(unit)
 
     def _grads(self, unit: int) -> Iterator[Event]:
         ops = self._ops[unit]
@@ -188,7 +202,10 @@ class Training:
             return
         yield self._fire(Trigger.FIRST_GRAD, unit)
         held, summed = self._held.get(unit), self._summed.get(unit)
-        yield self._event(Trigger.GRADS_READY, unit, self._issuer.ready(unit, held, summed))
+        event = self._event(Trigger.GRADS_READY, unit, self._issuer.ready(unit, held, summed))
+        if ops.updates_early and self._issuer.phase.synchronises:
+            self._leaving.add(unit)
+        yield replace(event, ops=(*event.ops, *self._update_early(unit)))
         every = (True,) * len(ops.trained)
         if self._issuer.phase.synchronises or ops.rungs.grads == ops.rungs.bottom:
             self._summed[unit] = every
@@ -199,7 +216,8 @@ class Training:
     # --- the step -----------------------------------------------------------------------------
 
     def _step(self) -> Event:
-        issues = [self._issuer.release_all(), *self._issuer.step()]
+        issues = [self._issuer.release_all(), *self._issuer.step(updated=self._updated)]
+        self._updated.clear()
         self._summed.clear()  # the user's zero_grad
         ops = [op for issue in issues for op in (*issue.ops, *issue.later)]
         return Event(Trigger.STEP, "", tuple(ops))

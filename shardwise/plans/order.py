@@ -232,6 +232,10 @@ class Issuer:
         issue.ops += self.units[unit].ops.ready(synchronises=synchronises, held=held, summed=summed)
         return issue
 
+    def update_early(self, unit: int) -> list[Op]:
+        """Backward updates a unit: see [Note: Update in backward] in ``runtime/passes.py``."""
+        return [op for op in self.units[unit].ops.update() if op.kind is Kind.UPDATE]
+
     def step(self, *, updated: Iterable[int] = ()) -> list[Issue]:
         """The optimizer steps: unit by unit, its update (unless backward made it) and refresh."""
         early = set(updated)

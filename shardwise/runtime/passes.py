@@ -28,7 +28,7 @@ import torch
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
 from shardwise.core.trace import active
-from shardwise.plans.ops import Kind, Phase, Trigger
+from shardwise.plans.ops import Phase, Trigger
 from shardwise.plans.order import BACKWARD, Asks, Issue
 from shardwise.plans.walk import Walk
 from shardwise.runtime.agreement import Agreed, Agreement
@@ -427,8 +427,8 @@ class Backward:
         """A call of a unit is over in backward."""
         if unit in self._leaving and (unit.travels or not self._uses.in_backward(unit)):
             reduced = self._leaving.pop(unit)
-            update = next(op for op in unit.ops.update() if op.kind is Kind.UPDATE)
-            self._updates += self._runtime.update_in_backward(unit, update, reduced)
+            for op in self._issuer.update_early(unit.index):
+                self._updates += self._runtime.update_in_backward(unit, op, reduced)
 
     def _finish_updates(self) -> None:
         """Waits for all updates, also after one that failed: none may run on behind the user."""

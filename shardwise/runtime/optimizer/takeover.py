@@ -137,7 +137,9 @@ class OptimizerTakeover:
         runtime.executor.update = windows.update
         for op in (op for issue in runtime.issuer.step(updated=early) for op in issue.ops):
             # Ranks that did not raise refresh now, so this one does, too.
-            if op.kind is not Kind.UPDATE or not raised:
+            if op.kind is not Kind.UPDATE:
+                runtime.executor.perform(op)
+            elif not raised:
                 runtime.executor.perform(op, windows.meters.get(op.unit))
         if not raised:  # otherwise what backward has updated still waits for the rest
             windows.end()
