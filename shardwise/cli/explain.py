@@ -17,7 +17,8 @@ from shardwise.model.named import facts_of
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.memory import Memory, memory
 from shardwise.plans.plan import Plan, Rungs, resolve
-from shardwise.plans.schedule import Event, Op, Phase, schedule
+from shardwise.plans.expected import Event, schedule
+from shardwise.plans.ops import Op, Phase
 from shardwise.plans.traffic import Traffic, Use, step_traffic
 from shardwise.plans.validate import check, spreads
 

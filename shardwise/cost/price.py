@@ -20,7 +20,8 @@ from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.cost.habits import OURS, Habits
 from shardwise.plans.plan import Rungs
-from shardwise.plans.schedule import Hop, Op, chunk_numel
+from shardwise.plans.hops import chunk_numel
+from shardwise.plans.ops import Hop, Op
 
 PROCESSOR, HOST_PROCESSOR = "processor", "host processor"
 READ, WRITE, HOST = "read", "write", "host"

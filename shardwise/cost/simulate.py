@@ -21,18 +21,11 @@ from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
 from shardwise.plans.memory import Memory, memory
 from shardwise.plans.plan import Plan, Rungs, has_master, resolve, untiled
-from shardwise.plans.schedule import (
-    REDUCTIONS_IN_FLIGHT,
-    Event,
-    Kind,
-    Op,
-    Phase,
-    Trigger,
-    outer_step,
-    part_bytes,
-    schedule,
-    trained_flats,
-)
+from shardwise.plans.expected import Event, schedule
+from shardwise.plans.hops import shard_bytes as part_bytes
+from shardwise.plans.ops import Kind, Op, Phase, Trigger
+from shardwise.plans.order import REDUCTIONS_IN_FLIGHT
+from shardwise.plans.schedule import outer_step, trained_flats
 from shardwise.plans.traffic import step_phases
 
 USES = ("compute", "copies", "update", "gather", "reduce", "refresh", "tier", SLOWED)

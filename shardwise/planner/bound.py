@@ -13,7 +13,9 @@ from shardwise.planner.figures import Figures, without_activations
 from shardwise.planner.request import Request
 from shardwise.planner.space import Batch, leanest
 from shardwise.plans.plan import Plan, resolve, untiled
-from shardwise.plans.schedule import Hop, Kind, Op, Phase, Trigger, trained_flats, unit_ops
+from shardwise.plans.expected import unit_ops
+from shardwise.plans.ops import Hop, Kind, Op, Phase, Trigger
+from shardwise.plans.schedule import trained_flats
 from shardwise.plans.traffic import step_phases
 
 ROOT = "root"

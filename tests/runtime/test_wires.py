@@ -14,7 +14,7 @@ from shardwise.cost.file import load_cluster
 from shardwise.cost.simulate import simulate
 from shardwise.model.facts import ModuleFacts
 from shardwise.model.units import describe
-from shardwise.plans import schedule
+from shardwise.plans import hops
 from shardwise.plans.memory import memory
 from shardwise.plans.plan import Plan
 from shardwise.plans.validate import legal_plans, violations
@@ -111,7 +111,7 @@ def test_a_format_that_loses_nothing_gives_the_bits_of_raw_hops(levels, request)
 
 def check_chunks() -> None:
     """Reductions in several chunks are those in one, with and without the outer lane."""
-    kept = schedule.CHUNK_NUMEL, schedule.LEAST_COLUMNS
+    kept = hops.CHUNK_NUMEL, hops.LEAST_COLUMNS
     for wires in (
         ("", "int4,node=int8", ""),
         ("", "world=int8", ""),
@@ -120,11 +120,11 @@ def check_chunks() -> None:
         plan = wired(sw.presets.zero3(), *wires)
         results = []
         for sizes in ((1, 1), kept):
-            schedule.CHUNK_NUMEL, schedule.LEAST_COLUMNS = sizes
+            hops.CHUNK_NUMEL, hops.LEAST_COLUMNS = sizes
             model, losses = train(plan, "node=2,world=2", dim=64, layers=2)
             results.append((losses, sw.state_dict(model, rank0_only=False)))
             sw.unshard(model)
-        schedule.CHUNK_NUMEL, schedule.LEAST_COLUMNS = kept
+        hops.CHUNK_NUMEL, hops.LEAST_COLUMNS = kept
         (losses, values), (whole_losses, whole_values) = results
         assert losses == whole_losses
         for name in values:
