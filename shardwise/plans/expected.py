@@ -6,11 +6,12 @@ tests compare them with what a run has done.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
+from shardwise.plans.inputs import Inputs
 from shardwise.plans.ops import Op, Phase, Trigger
 from shardwise.plans.order import BACKWARD, Asks, Issue, Issuer
 from shardwise.plans.plan import Plan, resolve, untiled
@@ -41,13 +42,16 @@ def schedule(
     topology: Topology,
     phase: Phase = Phase.ONLY,
     order: Sequence[str] | None = None,
+    *,
+    input_bytes: int = 0,
 ) -> tuple[Event, ...]:
     """The expected events of one pass (and, where it synchronises, the step), in order.
 
     ``order`` names the units in the order of their forward; the default is the module tree's.
-    The root unit is the model's first.
+    The root unit is the model's first. ``input_bytes`` is what a unit's call has of inputs that may
+    rest on a tier; without it nothing is said of them.
     """
-    training = Training(plan, model, topology, order)
+    training = Training(plan, model, topology, order, input_bytes=input_bytes)
     if phase in (Phase.MIDDLE, Phase.LAST):
         training.run(Phase.FIRST)  # which leaves what these find
     return training.run(phase)
@@ -97,6 +101,8 @@ class Training:
         model: ModelSpec,
         topology: Topology,
         order: Sequence[str] | None = None,
+        *,
+        input_bytes: int = 0,
     ) -> None:
         self._plan = plan
         self._ops = unit_ops(plan, model, topology)
@@ -106,7 +112,8 @@ class Training:
         self._calls = list(
             _nested([name for name in (order or model.order) if name != root], model)
         )
-        self._reached = reached_units(model)
+        self._reached = {self._index[name] for name in reached_units(model)}
+        self._inputs = Inputs(plan, input_bytes)
         self._leaving: set[int] = set()
         """Units that are to be updated when their own backward is over."""
         self._updated: set[int] = set()
@@ -117,6 +124,11 @@ class Training:
             self.run(phase)
         for walk in self._issuer.walks.values():
             walk.finish_recording()
+
+    @property
+    def units(self) -> list[UnitOps]:
+        """The operations of every unit."""
+        return self._ops
 
     def run(self, phase: Phase) -> tuple[Event, ...]:
         """One pass, and the step if it synchronises."""
@@ -151,41 +163,64 @@ class Training:
 
     def _after_forward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = False
-        return self._fire(Trigger.AFTER_FORWARD, unit)
+        ops, saved = self._ops[unit], ()
+        if not (ops.encloses or ops.is_tile or self._issuer.phase is Phase.EVAL):
+            saved = self._inputs.save(ops.name)
+        return self._event(
+            Trigger.AFTER_FORWARD, unit, self._issuer.on(Trigger.AFTER_FORWARD, unit), saved
+        )
 
     # --- backward -----------------------------------------------------------------------------
 
     def _backward(self, phase: Phase) -> Iterator[Event]:
         yield self._event(Trigger.BEGIN_BACKWARD, 0, self._issuer.begin(BACKWARD, phase))
         yield self._before_backward(0)
-        last: int | None = None
-        """The unit whose inputs' gradients begin the next one's backward."""
-        for unit in self._backward_uses():
-            yield self._before_backward(unit)
-            if last is not None:
-                yield self._after_backward(last)
-            yield from self._grads(unit)
-            last = unit
-        if last is not None:
-            yield self._after_backward(last)
+        left: list[int] = []
+        """What the gradient leaves that reaches the next unit."""
+        for unit, inside in reversed(self._calls):
+            uses = [use for use in (unit, *reversed(inside)) if use in self._reached]
+            for use in uses:
+                yield self._before_backward(use)
+                for each in left:
+                    yield self._after_backward(each)
+                left = []
+                # The first gradient that needs what is computed again: of a block, its last tile's.
+                if use == (inside or [unit])[-1] and self._plan.activations != "keep":
+                    yield from self._recompute(unit, inside)
+                if use != unit:
+                    yield from self._grads(use)
+                    left = [use]
+            if unit in self._reached:
+                yield from self._grads(unit)
+                left.append(unit)
+        for each in left:
+            yield self._after_backward(each)
         yield from self._grads(0)
         self._issuer.units[0].busy = False
+        self._inputs.forget()
         yield self._end_walk(Trigger.END_BACKWARD, self._issuer.end_backward)
 
-    def _backward_uses(self) -> Iterator[int]:
-        for unit, inside in reversed(self._calls):
-            if self._ops[unit].name in self._reached:
-                yield unit
-            yield from reversed(inside)
+    def _recompute(self, unit: int, inside: Sequence[int]) -> Iterator[Event]:
+        """A call's forward once more; tiles of the root belong to no call that is."""
+        if self._ops[unit].is_tile:
+            return
+        yield self._fire(Trigger.BEFORE_RECOMPUTE, unit)
+        for tile in inside:
+            yield self._fire(Trigger.BEFORE_RECOMPUTE, tile)
+            yield self._fire(Trigger.AFTER_RECOMPUTE, tile)
+        yield self._fire(Trigger.AFTER_RECOMPUTE, unit)
 
     def _before_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = True
-        return self._fire(Trigger.BEFORE_BACKWARD, unit)
+        issue = self._issuer.on(Trigger.BEFORE_BACKWARD, unit)
+        return self._event(
+            Trigger.BEFORE_BACKWARD, unit, issue, self._inputs.load(self._ops[unit].name)
+        )
 
     def _after_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = False
-        event = self._fire(Trigger.AFTER_BACKWARD, unit)
-        return replace(event, ops=(*event.ops, *self._update_early(unit)))
+        issue = self._issuer.on(Trigger.AFTER_BACKWARD, unit)
+        return self._event(Trigger.AFTER_BACKWARD, unit, issue, self._update_early(unit))
 
     def _update_early(self, unit: int) -> list[Op]:
         """Units that are not gathered compute with P itself: backward must have left them."""
@@ -202,10 +237,10 @@ class Training:
             return
         yield self._fire(Trigger.FIRST_GRAD, unit)
         held, summed = self._held.get(unit), self._summed.get(unit)
-        event = self._event(Trigger.GRADS_READY, unit, self._issuer.ready(unit, held, summed))
+        issue = self._issuer.ready(unit, held, summed)
         if ops.updates_early and self._issuer.phase.synchronises:
             self._leaving.add(unit)
-        yield replace(event, ops=(*event.ops, *self._update_early(unit)))
+        yield self._event(Trigger.GRADS_READY, unit, issue, self._update_early(unit))
         every = (True,) * len(ops.trained)
         if self._issuer.phase.synchronises or ops.rungs.grads == ops.rungs.bottom:
             self._summed[unit] = every
@@ -238,8 +273,11 @@ class Training:
         issue.later += after.later
         return self._event(trigger, 0, issue)
 
-    def _event(self, trigger: Trigger, unit: int, issue: Issue) -> Event:
-        ops = [*issue.ops, *issue.later]
+    def _event(
+        self, trigger: Trigger, unit: int, issue: Issue, more: Sequence[Op] = ()
+    ) -> Event:
+        """``more``: what goes with it, beside what the issuer says."""
+        ops = [*issue.ops, *issue.later, *more]
         if issue.asks is not Asks.NOTHING:  # the pass that is recorded
             backward = self._issuer.in_backward
             walk = self._issuer.backward_walk if backward else self._issuer.walk
