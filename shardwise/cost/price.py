@@ -49,7 +49,7 @@ class Price:
     then: Stages
     """What the lane does when the last chunk has left it."""
     behind: Stages
-    """What is written to a tier, beside whatever comes next."""
+    """What is written to a disk, beside whatever comes next."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class Prices:
     def operation(self, op: Op, numel: int, rungs: Rungs) -> Price:
         """What an operation costs on ``numel`` elements of a unit; see ``updates.py`` for updates.
 
-        Whoever reads a tier waits for it. Writes go on behind.
+        Whoever reads a tier waits for it, and copies what goes to host memory; a disk has threads
+        that write behind.
         """
         use = _USES.get(op.kind, "tier")
         if op.lane is Lane.COMPUTE and op.kind is Kind.REFRESH:
@@ -120,11 +121,12 @@ class Prices:
         reads = [self.move(op.tier, op.reads, writes=False)] if op.reads else []
         copies = [self.copy(op.copies, use)] if op.copies else []
         writes = [self.move(op.tier, op.writes, writes=True)] if op.writes else []
+        then, behind = ([], writes) if op.tier == "nvme" else (writes, [])
         if op.kind is not Kind.REDUCE:
-            return Price([([*reads, *copies, *self.climb(use, op, numel, rungs)], [])], [], writes)
-        chunks = self.descend(op, numel, rungs)
-        (inner, outer), *others = chunks
-        return Price([([*reads, *inner], outer), *others], copies, writes)
+            lane = [*reads, *copies, *self.climb(use, op, numel, rungs), *then]
+            return Price([(lane, [])], [], behind)
+        (inner, outer), *others = self.descend(op, numel, rungs)
+        return Price([([*reads, *inner], outer), *others], [*copies, *then], behind)
 
     def climb(self, use: str, op: Op, numel: int, rungs: Rungs) -> Stages:
         """Up the ladder: encoded once for each run of hops of one format, forwarded, decoded."""

@@ -7,8 +7,7 @@ what it takes. Between operations the units compute.
 
 [Note: Tiers]
 The threads of a tier share its bandwidth, and only moves of one kind wait for each other: fetches,
-loads of inputs, and all writes. An operation that reads a tier waits for that in its own lane; what
-it writes goes on behind it.
+inputs one way, inputs the other way, and what is written to a disk behind other operations.
 """
 
 from collections import deque
@@ -30,13 +29,9 @@ from shardwise.plans.schedule import UnitOps
 WARM_UP_STEPS = 1
 """A step overlaps the refresh of the one before it, so that the first is not like the others."""
 
-_COMPUTED = {
-    Trigger.BEFORE_FORWARD: "forward",
-    Trigger.BEFORE_RECOMPUTE: "recompute",
-    Trigger.BEFORE_BACKWARD: "backward",
-}
-"""What a unit computes after a trigger."""
-_ROOT_COMPUTED = {Trigger.AFTER_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward"}
+_COMPUTED = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_RECOMPUTE: "recompute"}
+"""What a unit computes after a trigger, beside its backward."""
+_ROOT_COMPUTED = {Trigger.AFTER_FORWARD: "forward"}
 """The root's own modules, the head and the loss above all, compute when the others have."""
 _VALUES = (Kind.FETCH, Kind.GATHER, Kind.REFRESH, Kind.LOAD)
 """What a unit waits for before it computes."""
@@ -62,8 +57,8 @@ class Program:
         """The jobs that a unit's last operation of a kind has become."""
         self._under_way: deque[list[Job]] = deque()
         """Reductions, unit by unit, that nobody has waited for."""
-        self._due: tuple[str, str] | None = None
-        """A unit that can compute now, and what."""
+        self._due: str | None = None
+        """A unit whose backward has begun, and computes when nothing else comes first."""
         self._synchronises = True
 
     def steps(self, phases: Sequence[Phase]) -> Iterator[Instruction]:
@@ -83,8 +78,8 @@ class Program:
 
     def _event(self, event: Event) -> Iterator[Instruction]:
         """What the main thread does at a trigger."""
-        if self._due is not None and not self._leaves_another(event):
-            yield self._compute(*self._due)
+        if self._due is not None and not self._comes_first(event):
+            yield self._compute("backward", self._due)
             self._due = None
         yield from self._finish(event)
         if event.trigger is Trigger.STEP:
@@ -100,7 +95,9 @@ class Program:
                 yield from self._wait(name, (Kind.REFRESH,))
         computed = _ROOT_COMPUTED if event.unit == self._root else _COMPUTED
         if event.trigger in computed:
-            self._due = computed[event.trigger], event.unit
+            yield self._compute(computed[event.trigger], event.unit)
+        if event.trigger is Trigger.BEFORE_BACKWARD:
+            self._due = event.unit
 
     # --- operations ---------------------------------------------------------------------------
 
@@ -193,11 +190,12 @@ class Program:
 
     # --- computing ----------------------------------------------------------------------------
 
-    def _leaves_another(self, event: Event) -> bool:
-        """Whether the gradient that begins the due unit's backward has just left another unit,
-        which gives back its buffer first."""
-        assert self._due is not None
-        return event.trigger is Trigger.AFTER_BACKWARD and event.unit != self._due[1]
+    def _comes_first(self, event: Event) -> bool:
+        """Whether an event precedes what the due unit computes in backward: it is recomputed, or
+        the gradient that has reached it leaves another unit, which gives back its buffer."""
+        if event.trigger is Trigger.AFTER_BACKWARD:
+            return event.unit != self._due
+        return event.trigger in (Trigger.BEFORE_RECOMPUTE, Trigger.AFTER_RECOMPUTE)
 
     def _compute(self, what: str, unit: str) -> Compute:
         backward = what == "backward"

@@ -204,7 +204,9 @@ class Training:
         """A call's forward once more; tiles of the root belong to no call that is."""
         if self._ops[unit].is_tile:
             return
-        yield self._fire(Trigger.BEFORE_RECOMPUTE, unit)
+        inputs = self._inputs.load(self._ops[unit].name)
+        issue = self._issuer.on(Trigger.BEFORE_RECOMPUTE, unit)
+        yield self._event(Trigger.BEFORE_RECOMPUTE, unit, issue, inputs)
         for tile in inside:
             yield self._fire(Trigger.BEFORE_RECOMPUTE, tile)
             yield self._fire(Trigger.AFTER_RECOMPUTE, tile)
@@ -212,10 +214,7 @@ class Training:
 
     def _before_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = True
-        issue = self._issuer.on(Trigger.BEFORE_BACKWARD, unit)
-        return self._event(
-            Trigger.BEFORE_BACKWARD, unit, issue, self._inputs.load(self._ops[unit].name)
-        )
+        return self._fire(Trigger.BEFORE_BACKWARD, unit)
 
     def _after_backward(self, unit: int) -> Event:
         self._issuer.units[unit].busy = False

@@ -1,8 +1,9 @@
 """Inputs of units' calls on a tier: when they go there, and when they come back.
 
 Under ``activations = "cpu"`` or ``"nvme"`` the inputs that a unit is recomputed from are written
-after its forward. Backward reads them one call ahead: while one call is in backward, the inputs of
-the call before it are on their way.
+after its forward. Backward reads them one call ahead: while one call is recomputed, the inputs of
+the call before it are on their way. What is still being written has its values in a buffer, so that
+no load waits for a save.
 """
 
 from shardwise.plans.ops import Kind, Lane, Op, Place
@@ -35,7 +36,7 @@ class Inputs:
         )  # fmt: skip
 
     def load(self, unit: str) -> tuple[Op, ...]:
-        """Before the backward of a call: its own inputs, and those of the call before it."""
+        """Before a call is recomputed: its own inputs, and those of the call before it."""
         ops = []
         if unit in self._coming:
             self._coming.remove(unit)
@@ -60,6 +61,5 @@ class Inputs:
 
     def _load(self, unit: str) -> Op:
         return Op(
-            Kind.LOAD, unit, Lane.TIER, source=Place.INPUTS,
-            reads=self._nbytes, tier=self._tier, after=(Kind.SAVE,),
-        )  # fmt: skip
+            Kind.LOAD, unit, Lane.TIER, source=Place.INPUTS, reads=self._nbytes, tier=self._tier
+        )
