@@ -120,10 +120,8 @@ class Training:
         """Units that this step's backward has updated."""
         self._held: dict[int, Holds] = {}
         self._summed: dict[int, Holds] = {}
-        for phase in (Phase.EVAL, Phase.ONLY):  # recorded, and then forgotten
-            self.run(phase)
-        for walk in self._issuer.walks.values():
-            walk.finish_recording()
+        self._is_recorded: set[bool] = set()
+        """Passes with a backward, passes without, or both."""
 
     @property
     def units(self) -> list[UnitOps]:
@@ -132,7 +130,18 @@ class Training:
 
     def run(self, phase: Phase) -> tuple[Event, ...]:
         """One pass, and the step if it synchronises."""
+        if (phase is Phase.EVAL) not in self._is_recorded:
+            self._record(Phase.EVAL if phase is Phase.EVAL else Phase.ONLY)
         return tuple(self._pass(phase))
+
+    def _record(self, phase: Phase) -> None:
+        """The first pass of its kind, which is forgotten but for the order of its uses."""
+        self._is_recorded.add(phase is Phase.EVAL)
+        for _ in self._pass(phase):
+            pass
+        for walk in self._issuer.walks.values():
+            if walk.order is None:
+                walk.finish_recording()
 
     def _pass(self, phase: Phase) -> Iterator[Event]:
         yield from self._forward(phase)
