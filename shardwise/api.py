@@ -27,9 +27,10 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.validate import check
 from shardwise.runtime import build, hooks, tiles
 from shardwise.runtime.activations import recompute
-from shardwise.runtime.optimizer.takeover import OptimizerTakeover, check_elementwise, watch
+from shardwise.runtime.optimizer.kinds import check_elementwise
+from shardwise.runtime.optimizer.takeover import OptimizerTakeover, watch
 from shardwise.runtime.runtime import Runtime
-from shardwise.runtime.surface import access
+from shardwise.runtime.surface import access, norms
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -340,7 +341,7 @@ def clip_grad_norm_(
     >>> sw.clip_grad_norm_(model, 1.0)
     tensor(2.)
     """
-    return access.clip_grad_norm_(
+    return norms.clip_grad_norm_(
         runtime_of(model), max_norm, float(norm_type), error_if_nonfinite, foreach
     )
 

@@ -97,11 +97,11 @@ def stream(runtime: Runtime, *, master: bool) -> Generator[Batch, None, None]:
     keeps = runtime.grid.place.rank == 0
     for unit in runtime.units:
         if master and any(_has_master(flat) for flat in unit.flats):
-            values = access._collect_master(runtime, unit, keeps)
+            values = access.collect_master(runtime, unit, keeps)
             yield Batch(unit.name, list(values.items()))
             values.clear()
         elif unit.slots:
-            with access._gathered(runtime, unit):
+            with access.gathered(runtime, unit):
                 yield Batch(unit.name, [(s, s.parameter.detach()) for s in unit.slots])
 
 

@@ -14,11 +14,11 @@ from shardwise.core.sizes import format_bytes, format_count
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.model.named import facts_of
+from shardwise.plans.expected import Event, schedule
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.memory import Memory, memory
-from shardwise.plans.plan import Plan, Rungs, resolve
-from shardwise.plans.expected import Event, schedule
 from shardwise.plans.ops import Op, Phase
+from shardwise.plans.plan import Plan, Rungs, resolve
 from shardwise.plans.traffic import Traffic, Use, step_traffic
 from shardwise.plans.validate import check, spreads
 

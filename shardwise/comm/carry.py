@@ -219,10 +219,11 @@ class Carrier:
             return
         rows, sums = source.view(-1, flat.granule), out.view(-1, flat.granule)
         dtype = torch.promote_types(source.dtype, torch.float32)
-        first, *others = legs
+        first: Leg | None = legs[0]
+        others = list(legs[1:])
         if outer is not None and not others:
             # The only leg runs later, when the source may be gone: it gets a copy.
-            first, others = None, [first]
+            first, others = None, list(legs)
         low = top if first is None else first.low
         for columns in chunk_columns(flat.granule, len(rows)):
             chunk = _Chunk(flat, columns)
@@ -300,7 +301,7 @@ class _Chunk:
 
     @property
     def granule(self) -> int:
-        return self.columns.stop - self.columns.start
+        return int(self.columns.stop - self.columns.start)
 
 
 class Outer:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.core.meter import Meter, counting, current, set_current
+from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
 
 
@@ -62,7 +62,7 @@ class ThreadLane:
 
     def submit(self, work: Callable[[Early], None]) -> Ticket:
         ticket = _ThreadTicket()
-        self._queue.put((work, ticket, current()))
+        self._queue.put((work, ticket, THREAD.meter))
         return ticket
 
     def drain(self) -> None:
@@ -78,7 +78,7 @@ class ThreadLane:
         torch.set_grad_enabled(False)
         while (item := self._queue.get()) is not None:
             work, ticket, meter = item
-            set_current(meter)
+            THREAD.meter = meter
             if self._broken is None:
                 try:
                     work(ticket.finish)
@@ -157,11 +157,11 @@ class HostLane:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "shardwise-host")
         if device.type != "cuda":
-            return _Future(self._pool.submit(self._run, work, current()))
+            return _Future(self._pool.submit(self._run, work, THREAD.meter))
         index = torch.cuda.current_device() if device.index is None else device.index
         begun = torch.cuda.Event()
         begun.record(torch.cuda.current_stream(index))
-        return _Future(self._pool.submit(self._run_on_cuda, work, current(), index, begun))
+        return _Future(self._pool.submit(self._run_on_cuda, work, THREAD.meter, index, begun))
 
     def _run(self, work: Callable[[], None], meter: Meter | None) -> None:
         with torch.no_grad(), counting(meter):

@@ -53,7 +53,7 @@ class Board:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         me = list(ranks).index(rank)
         size = max(mmap.PAGESIZE, len(ranks) * _FIELDS * 8)
-        path = [None]
+        path: list[str | None] = [None]
         if me == 0:
             handle, name = tempfile.mkstemp(prefix="shardwise-board-", dir=_shared_folder())
             os.ftruncate(handle, size)

@@ -8,36 +8,28 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, eq=False)
 class Meter:
     """What one operation has moved so far on this rank."""
 
-    __slots__ = ("read", "sent", "written")
-
-    def __init__(self) -> None:
-        self.sent: Counter[int] = Counter()
-        """Bytes that crossed a link, by the exchange's key."""
-        self.read = 0
-        """Bytes that came from a tier."""
-        self.written = 0
-        """Bytes that went to one."""
+    sent: Counter[int] = field(default_factory=Counter)
+    """Bytes that crossed a link, by the exchange's key."""
+    read: int = 0
+    """Bytes that came from a tier."""
+    written: int = 0
+    """Bytes that went to one."""
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    meter: Meter | None = None
+
+
+THREAD = _Thread()
+"""``THREAD.meter`` is the meter of the operation that this thread works for."""
 _lock = threading.Lock()
-
-
-def current() -> Meter | None:
-    """The meter of the operation that this thread works for."""
-    return getattr(_thread, "meter", None)
-
-
-def set_current(meter: Meter | None) -> Meter | None:
-    """Makes a meter the thread's; returns the one before it."""
-    before = current()
-    _thread.meter = meter
-    return before
 
 
 @contextmanager
@@ -49,16 +41,16 @@ def counting(meter: Meter | None) -> Iterator[None]:
     >>> meter.sent
     Counter({7: 100})
     """
-    before = set_current(meter)
+    before, THREAD.meter = THREAD.meter, meter
     try:
         yield
     finally:
-        set_current(before)
+        THREAD.meter = before
 
 
 def count_sent(key: int, nbytes: int) -> None:
     """A link has moved bytes of an exchange: as many as this rank sends, and gets."""
-    meter = current()
+    meter = THREAD.meter
     if meter is not None:
         with _lock:
             meter.sent[key] += nbytes

@@ -4,8 +4,8 @@ from collections import Counter
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.work import Work
+from shardwise.plans.placed import trained_flats
 from shardwise.plans.plan import untiled
-from shardwise.plans.schedule import trained_flats
 
 
 def forward_flops(model: ModelSpec, work: Work) -> dict[str, float]:

@@ -14,8 +14,9 @@ from shardwise.planner.figures import Figures, without_activations
 from shardwise.planner.request import Request
 from shardwise.planner.space import Batch, leanest
 from shardwise.plans.ops import Hop, Kind, Op, Phase
+from shardwise.plans.placed import trained_flats
 from shardwise.plans.plan import Plan, resolve, untiled
-from shardwise.plans.schedule import UnitOps, trained_flats
+from shardwise.plans.schedule import UnitOps
 from shardwise.plans.traffic import step_phases
 
 ROOT = "root"

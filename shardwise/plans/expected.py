@@ -12,12 +12,17 @@ from typing import Any
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.plans.inputs import Inputs
+from shardwise.plans.moments import Moment, backward_moments, calls_of, forward_moments, uses
 from shardwise.plans.ops import Op, Phase, Trigger
 from shardwise.plans.order import BACKWARD, Asks, Issue, Issuer
-from shardwise.plans.plan import Plan, resolve, untiled
-from shardwise.plans.schedule import Holds, UnitOps, trained_flats
+from shardwise.plans.placed import trained_flats
+from shardwise.plans.plan import Plan, resolve
+from shardwise.plans.schedule import UnitOps
+from shardwise.plans.sums import Holds
+from shardwise.plans.walk import Walk
 
 FORWARD = "forward"
+WITHOUT_GRADIENTS = FORWARD + " without gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,10 @@ def unit_ops(plan: Plan, model: ModelSpec, topology: Topology) -> list[UnitOps]:
 
 
 class Training:
-    """A model in training on one rank, as everybody expects it."""
+    """A model in training on one rank, as everybody expects it.
+
+    All passes follow the order of uses that the first ones would have recorded.
+    """
 
     def __init__(
         self,
@@ -104,15 +112,25 @@ class Training:
         *,
         input_bytes: int = 0,
     ) -> None:
-        self._plan = plan
-        self._ops = unit_ops(plan, model, topology)
-        self._issuer = Issuer(self._ops, plan.prefetch, plan.keep_until)
-        self._index = {ops.name: index for index, ops in enumerate(self._ops)}
-        root = model.units[0].name
-        self._calls = list(
-            _nested([name for name in (order or model.order) if name != root], model)
+        self.units = unit_ops(plan, model, topology)
+        self._issuer = Issuer(self.units, plan.prefetch, plan.keep_until)
+        calls, reached = calls_of(model, order or model.order), reached_units(model)
+        self._forward = list(forward_moments(calls))
+        self._backward = list(
+            backward_moments(
+                [call for call in calls if self.units[call.unit].name in reached],
+                self.units,
+                recomputes=plan.activations != "keep",
+            )
         )
-        self._reached = {self._index[name] for name in reached_units(model)}
+        for kind, moments in (
+            (FORWARD, self._forward),
+            (WITHOUT_GRADIENTS, self._forward),
+            (BACKWARD, self._backward),
+        ):
+            walk = self._issuer.walks[kind] = Walk(plan.prefetch)
+            walk.recording = uses(moments, self.units)
+            walk.finish_recording()
         self._inputs = Inputs(plan, input_bytes)
         self._leaving: set[int] = set()
         """Units that are to be updated when their own backward is over."""
@@ -120,119 +138,53 @@ class Training:
         """Units that this step's backward has updated."""
         self._held: dict[int, Holds] = {}
         self._summed: dict[int, Holds] = {}
-        self._is_recorded: set[bool] = set()
-        """Passes with a backward, passes without, or both."""
-
-    @property
-    def units(self) -> list[UnitOps]:
-        """The operations of every unit."""
-        return self._ops
 
     def run(self, phase: Phase) -> tuple[Event, ...]:
         """One pass, and the step if it synchronises."""
-        if (phase is Phase.EVAL) not in self._is_recorded:
-            self._record(Phase.EVAL if phase is Phase.EVAL else Phase.ONLY)
         return tuple(self._pass(phase))
 
-    def _record(self, phase: Phase) -> None:
-        """The first pass of its kind, which is forgotten but for the order of its uses."""
-        self._is_recorded.add(phase is Phase.EVAL)
-        for _ in self._pass(phase):
-            pass
-        for walk in self._issuer.walks.values():
-            if walk.order is None:
-                walk.finish_recording()
-
     def _pass(self, phase: Phase) -> Iterator[Event]:
-        yield from self._forward(phase)
+        issuer = self._issuer
+        kind = WITHOUT_GRADIENTS if phase is Phase.EVAL else FORWARD
+        yield self._event(Trigger.BEGIN_FORWARD, 0, issuer.begin(kind, phase))
+        yield from self._fire_all(self._forward)
+        yield self._end_walk(Trigger.END_FORWARD, issuer.end_forward)
         if phase is Phase.EVAL:
             return
-        yield from self._backward(phase)
+        yield self._event(Trigger.BEGIN_BACKWARD, 0, issuer.begin(BACKWARD, phase))
+        yield from self._fire_all(self._backward)
+        issuer.units[0].busy = False
+        self._inputs.forget()
+        yield self._end_walk(Trigger.END_BACKWARD, issuer.end_backward)
         if phase.synchronises:
             yield self._step()
 
-    # --- forward ------------------------------------------------------------------------------
-
-    def _forward(self, phase: Phase) -> Iterator[Event]:
-        kind = FORWARD if phase is not Phase.EVAL else FORWARD + " without gradients"
-        yield self._event(Trigger.BEGIN_FORWARD, 0, self._issuer.begin(kind, phase))
-        yield self._before_forward(0)
-        for unit, inside in self._calls:
-            yield self._before_forward(unit)
-            for tile in inside:
-                yield self._before_forward(tile)
-                yield self._after_forward(tile)
-            yield self._after_forward(unit)
-        yield self._after_forward(0)
-        yield self._end_walk(Trigger.END_FORWARD, self._issuer.end_forward)
-
-    def _before_forward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = True
-        return self._fire(Trigger.BEFORE_FORWARD, unit)
-
-    def _after_forward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = False
-        ops, saved = self._ops[unit], ()
-        if not (ops.encloses or ops.is_tile or self._issuer.phase is Phase.EVAL):
-            saved = self._inputs.save(ops.name)
-        return self._event(
-            Trigger.AFTER_FORWARD, unit, self._issuer.on(Trigger.AFTER_FORWARD, unit), saved
-        )
-
-    # --- backward -----------------------------------------------------------------------------
-
-    def _backward(self, phase: Phase) -> Iterator[Event]:
-        yield self._event(Trigger.BEGIN_BACKWARD, 0, self._issuer.begin(BACKWARD, phase))
-        yield self._before_backward(0)
-        left: list[int] = []
-        """What the gradient leaves that reaches the next unit."""
-        for unit, inside in reversed(self._calls):
-            uses = [use for use in (unit, *reversed(inside)) if use in self._reached]
-            for use in uses:
-                yield self._before_backward(use)
-                for each in left:
-                    yield self._after_backward(each)
-                left = []
-                # The first gradient that needs what is computed again: of a block, its last tile's.
-                if use == (inside or [unit])[-1] and self._plan.activations != "keep":
-                    yield from self._recompute(unit, inside)
-                if use != unit:
-                    yield from self._grads(use)
-                    left = [use]
-            if unit in self._reached:
+    def _fire_all(self, moments: Sequence[Moment]) -> Iterator[Event]:
+        for trigger, unit in moments:
+            if trigger is Trigger.GRADS_READY:
                 yield from self._grads(unit)
-                left.append(unit)
-        for each in left:
-            yield self._after_backward(each)
-        yield from self._grads(0)
-        self._issuer.units[0].busy = False
-        self._inputs.forget()
-        yield self._end_walk(Trigger.END_BACKWARD, self._issuer.end_backward)
+                continue
+            if trigger in _USES:
+                self._issuer.units[unit].busy = _USES[trigger]
+            issue = self._issuer.on(trigger, unit)
+            yield self._event(trigger, unit, issue, self._beside(trigger, unit))
 
-    def _recompute(self, unit: int, inside: Sequence[int]) -> Iterator[Event]:
-        """A call's forward once more; tiles of the root belong to no call that is."""
-        if self._ops[unit].is_tile:
-            return
-        inputs = self._inputs.load(self._ops[unit].name)
-        issue = self._issuer.on(Trigger.BEFORE_RECOMPUTE, unit)
-        yield self._event(Trigger.BEFORE_RECOMPUTE, unit, issue, inputs)
-        for tile in inside:
-            yield self._fire(Trigger.BEFORE_RECOMPUTE, tile)
-            yield self._fire(Trigger.AFTER_RECOMPUTE, tile)
-        yield self._fire(Trigger.AFTER_RECOMPUTE, unit)
+    def _beside(self, trigger: Trigger, unit: int) -> Sequence[Op]:
+        """What goes with a trigger beside what the issuer says."""
+        ops = self.units[unit]
+        if trigger is Trigger.AFTER_BACKWARD:
+            return self._update_early(unit)
+        if ops.encloses or ops.is_tile:
+            return ()
+        if trigger is Trigger.AFTER_FORWARD and self._issuer.phase is not Phase.EVAL:
+            return self._inputs.save(ops.name)
+        return self._inputs.load(ops.name) if trigger is Trigger.BEFORE_RECOMPUTE else ()
 
-    def _before_backward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = True
-        return self._fire(Trigger.BEFORE_BACKWARD, unit)
-
-    def _after_backward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = False
-        issue = self._issuer.on(Trigger.AFTER_BACKWARD, unit)
-        return self._event(Trigger.AFTER_BACKWARD, unit, issue, self._update_early(unit))
+    # --- gradients ----------------------------------------------------------------------------
 
     def _update_early(self, unit: int) -> list[Op]:
         """Units that are not gathered compute with P itself: backward must have left them."""
-        computes_with_p = self._issuer.units[unit].busy and not self._ops[unit].travels
+        computes_with_p = self._issuer.units[unit].busy and not self.units[unit].travels
         if unit not in self._leaving or computes_with_p:
             return []
         self._leaving.discard(unit)
@@ -240,12 +192,11 @@ class Training:
         return self._issuer.update_early(unit)
 
     def _grads(self, unit: int) -> Iterator[Event]:
-        ops = self._ops[unit]
+        ops = self.units[unit]
         if not ops.trained:
             return
-        yield self._fire(Trigger.FIRST_GRAD, unit)
-        held, summed = self._held.get(unit), self._summed.get(unit)
-        issue = self._issuer.ready(unit, held, summed)
+        yield self._event(Trigger.FIRST_GRAD, unit, self._issuer.on(Trigger.FIRST_GRAD, unit))
+        issue = self._issuer.ready(unit, self._held.get(unit), self._summed.get(unit))
         if ops.updates_early and self._issuer.phase.synchronises:
             self._leaving.add(unit)
         yield self._event(Trigger.GRADS_READY, unit, issue, self._update_early(unit))
@@ -259,16 +210,14 @@ class Training:
     # --- the step -----------------------------------------------------------------------------
 
     def _step(self) -> Event:
-        issues = [self._issuer.release_all(), *self._issuer.step(updated=self._updated)]
+        ops = self._issuer.release_all()
+        for issue in self._issuer.step(updated=self._updated):
+            ops += issue.ops
         self._updated.clear()
         self._summed.clear()  # the user's zero_grad
-        ops = [op for issue in issues for op in (*issue.ops, *issue.later)]
         return Event(Trigger.STEP, "", tuple(ops))
 
     # --- inside -------------------------------------------------------------------------------
-
-    def _fire(self, trigger: Trigger, unit: int) -> Event:
-        return self._event(trigger, unit, self._issuer.on(trigger, unit))
 
     def _end_walk(self, trigger: Trigger, end: Any) -> Event:
         issuer = self._issuer
@@ -276,39 +225,23 @@ class Training:
         issue = Issue()
         if walk is not None:
             issue = issuer.end_walk(walk)
+            assert not walk.skipped, "a use that did not come"
         after = end()
         issue.finish = after.finish
         issue.later += after.later
         return self._event(trigger, 0, issue)
 
-    def _event(
-        self, trigger: Trigger, unit: int, issue: Issue, more: Sequence[Op] = ()
-    ) -> Event:
-        """``more``: what goes with it, beside what the issuer says."""
-        ops = [*issue.ops, *issue.later, *more]
-        if issue.asks is not Asks.NOTHING:  # the pass that is recorded
-            backward = self._issuer.in_backward
-            walk = self._issuer.backward_walk if backward else self._issuer.walk
-            ops += self._issuer.agreed(unit, needed=True, walk=walk).ops
-        wait = None if issue.wait is None else self._ops[issue.wait].name
-        return Event(trigger, self._ops[unit].name, tuple(ops), wait, issue.finish)
+    def _event(self, trigger: Trigger, unit: int, issue: Issue, more: Sequence[Op] = ()) -> Event:
+        assert issue.asks is Asks.NOTHING, "a use beyond the order"
+        wait = None if issue.wait is None else self.units[issue.wait].name
+        ops = (*issue.ops, *issue.later, *more)
+        return Event(trigger, self.units[unit].name, ops, wait, issue.finish)
 
 
-Call = tuple[int, list[int]]
-"""A unit, and the tiles that its forward computes with."""
-
-
-def _nested(order: Sequence[str], model: ModelSpec) -> Iterator[Call]:
-    """The calls of a forward: tiles of a layer in a block belong to the block's."""
-    index = {unit.name: i for i, unit in enumerate(model.units)}
-    inside = {unit.name for unit in model.units if unit.inside}
-    call: Call | None = None
-    for name in order:
-        if call is not None and name in inside and untiled(name) == model.units[call[0]].name:
-            call[1].append(index[name])
-            continue
-        if call is not None:
-            yield call
-        call = (index[name], [])
-    if call is not None:
-        yield call
+_USES = {
+    Trigger.BEFORE_FORWARD: True,
+    Trigger.AFTER_FORWARD: False,
+    Trigger.BEFORE_BACKWARD: True,
+    Trigger.AFTER_BACKWARD: False,
+}
+"""Whether a unit is busy after a trigger."""

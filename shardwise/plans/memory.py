@@ -12,8 +12,10 @@ from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.plans.hops import chunk_columns, payload_bytes
+from shardwise.plans.placed import kept_rung, trained_flats, travels
 from shardwise.plans.plan import Plan, Rungs, format_of, has_master, resolve
-from shardwise.plans.schedule import OPTIM_WORDS, kept_rung, outer_step, trained_flats, travels
+from shardwise.plans.schedule import outer_step
+from shardwise.plans.updates import OPTIM_WORDS
 
 WRITES_IN_FLIGHT_BYTES = 1 << 26
 """What may be on its way to a disk at once; a single larger write may always go."""

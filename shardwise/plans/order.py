@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shardwise.plans.ops import Kind, Op, Phase, Place, Trigger
-from shardwise.plans.schedule import Holds, Ops, UnitOps
+from shardwise.plans.holdings import Held, Holdings
+from shardwise.plans.ops import Kind, Op, Phase, Trigger
+from shardwise.plans.schedule import UnitOps
+from shardwise.plans.sums import Holds
 from shardwise.plans.walk import Hold, Walk
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -52,58 +54,25 @@ class Issue:
     asks: Asks = Asks.NOTHING
 
 
-@dataclass(slots=True, eq=False)
-class Held:
-    """What a unit holds on this rank, and for whom."""
-
-    index: int
-    ops: UnitOps
-    full: bool
-    """The full buffer has values, or they are on their way."""
-    external: bool
-    """Parameters are read outside their module's forward: gathered for whole passes."""
-    kept: bool = False
-    """The kept rung has current values."""
-    fetched: bool = False
-    """P's shard was fetched, and not gathered yet."""
-    leases: int = 0
-    """Claims of the order: gathers that were issued and not given up."""
-    hold: Hold | None = None
-    """This rank's own claim, while it uses the unit."""
-    busy: bool = False
-    """Whether calls of the unit run, or are in backward; ``runtime/uses.py`` knows which."""
-    source: int | None = None
-    """The rung that the gathers of the current pass start from; None: P's."""
-
-
-class Issuer:
+class Issuer(Holdings):
     """Decides for one model on one rank."""
 
     def __init__(self, units: Sequence[UnitOps], prefetch: int, keep_until: str) -> None:
-        self.units = [
-            Held(index, ops, full=not ops.travels, external=ops.encloses)
-            for index, ops in enumerate(units)
-        ]
+        super().__init__(units, keep_until)
         self.walks: dict[str, Walk] = {}
         self.walk: Walk | None = None
         """Of the forward that runs."""
-        self.backward_walk: Walk | None = None
-        self.in_backward = False
-        self.phase = Phase.ONLY
-        """Of the current pass."""
-        self.opened = 0
-        """How many ``full_params`` are open: then everything stays."""
         self.makes_graph = False
         """Whether backward makes a graph of its own, so that another one will need the values."""
         self.in_flight = 0
         """Reductions that were issued and not finished."""
-        self._prefetch, self._keep_until = prefetch, keep_until
+        self._prefetch = prefetch
         self._travels = any(unit.travels for unit in units)
         self._rules: dict[Trigger, Callable[[Held], Issue]] = {
             Trigger.BEFORE_FORWARD: self._use,
             Trigger.BEFORE_BACKWARD: self._use,
             Trigger.BEFORE_RECOMPUTE: self._use,
-            Trigger.AFTER_FORWARD: lambda held: Issue(later=self._give_back(held)),
+            Trigger.AFTER_FORWARD: lambda held: Issue(later=self.give_back(held)),
             Trigger.AFTER_RECOMPUTE: self._after_recompute,
             Trigger.AFTER_BACKWARD: self._after_backward,
             Trigger.FIRST_GRAD: lambda held: self.limit(),
@@ -134,10 +103,10 @@ class Issuer:
             self.walk = walk
         issue = Issue()
         for held in self.units:
-            held.source = held.ops.kept_rung if held.kept else None
+            held.fix_source()
         for held in self.units:  # root first: its forward surrounds the others'
             if held.external and held.ops.travels and not held.full:
-                issue.ops += self._gather(held)
+                issue.ops += held.gather()
         issue.ops += self._issue_all(walk.begin())
         issue.ops += self._fetch_beyond(walk)
         return issue
@@ -152,17 +121,17 @@ class Issuer:
         use = walk.end()
         issue = Issue(ops=self._issue_all(use.gathers or []))
         issue.skipped = use.skipped if walk is self.walks.get(BACKWARD) else []
-        issue.later = self._give_up_all(use.given_up)
+        issue.later = self.give_up(use.given_up)
         if walk.extra:
             walk.stale = True  # the same on all ranks: every extra use was agreed on
         for held in self.units:
-            held.source = held.ops.kept_rung if held.kept else None
-            issue.later += self._discard(held)
+            held.fix_source()
+            issue.later += held.discard()
         return issue
 
     def end_forward(self) -> Issue:
         """The model's forward is over: without a backward to come, what stayed for it goes."""
-        return Issue(later=self._release_external() if self.phase is Phase.EVAL else [])
+        return Issue(later=self.release_external() if self.phase is Phase.EVAL else [])
 
     def end_backward(self) -> Issue:
         """All gradients are reduced: what was there for this backward goes."""
@@ -174,10 +143,10 @@ class Issuer:
             return issue  # the next backward frees what this one leaves
         self.in_backward = True  # what is freed here is freed as in backward
         for held in self.units:
-            issue.later += self._give_back(held)
-            if not self._keeps_on:
-                issue.later += self._drop_kept(held)
-        issue.later += self._release_external()
+            issue.later += self.give_back(held)
+            if not self.keeps_on:
+                issue.later += held.drop_kept()
+        issue.later += self.release_external()
         self.in_backward = False
         return issue
 
@@ -189,7 +158,7 @@ class Issuer:
             walk.recording.append(unit)
         issue = Issue(ops=self._issue_all([unit]))
         if not needed:
-            issue.later = self._give_up_all([unit])
+            issue.later = self.give_up([unit])
         return issue
 
     def extra(self, unit: int) -> Issue:
@@ -199,7 +168,7 @@ class Issuer:
         """
         held = self.units[unit]
         issue = Issue(later=[])
-        issue.ops += self._drop_kept(held)
+        issue.ops += held.drop_kept()
         held.source = None
         issue.ops += self._issue_all([unit])
         issue.ops += self._ahead(held)
@@ -233,7 +202,7 @@ class Issuer:
         return issue
 
     def update_early(self, unit: int) -> list[Op]:
-        """Backward updates a unit: see [Note: Update in backward] in ``runtime/passes.py``."""
+        """Backward updates a unit: see [Note: Update in backward] in ``runtime/backward.py``."""
         return [op for op in self.units[unit].ops.update() if op.kind is Kind.UPDATE]
 
     def step(self, *, updated: Iterable[int] = ()) -> list[Issue]:
@@ -250,37 +219,7 @@ class Issuer:
                 found.append(Issue(ops=self.changed(held.index) + ops))
         return found
 
-    # --- values -------------------------------------------------------------------------------
-
-    def open(self, unit: int) -> Issue:
-        """A unit's values for people: gathered whatever the order says, and exactly."""
-        held = self.units[unit]
-        ops = [] if held.full else self._gather(held, exact=True)
-        return Issue(ops=ops, wait=unit)
-
-    def close(self, unit: int) -> Issue:
-        held = self.units[unit]
-        return Issue(later=self._free_now(held))
-
-    def changed(self, unit: int) -> list[Op]:
-        """A unit's values change: what is kept and what was fetched is stale."""
-        held = self.units[unit]
-        return self._drop_kept(held) + self._discard(held)
-
-    def release_all(self) -> Issue:
-        """Before values change: no gathered copy of the old ones stays."""
-        issue = Issue()
-        for held in self.units:
-            held.hold, held.leases, held.busy = None, 0, False
-            issue.later += self._free_now(held) + self._discard(held)
-        return issue
-
     # --- inside -------------------------------------------------------------------------------
-
-    @property
-    def _keeps_on(self) -> bool:
-        """Whether what is kept outlives the current backward."""
-        return self._keep_until == "step" and not self.phase.synchronises
 
     def _use(self, held: Held) -> Issue:
         """A unit's values are needed now."""
@@ -306,7 +245,7 @@ class Issuer:
         use = walk.use(held.index)
         issue.ops = self._issue_all(use.gathers or [])
         issue.skipped = use.skipped if self.in_backward else []
-        issue.later = self._give_up_all(use.given_up)
+        issue.later = self.give_up(use.given_up)
         held.hold = use.hold
         if use.gathers is None and not held.full:
             issue.asks = Asks.EXTRA_USE
@@ -330,7 +269,7 @@ class Issuer:
     def _after_backward(self, held: Held) -> Issue:
         issue = Issue()
         if not self.makes_graph:
-            issue.later = self._give_back(held)
+            issue.later = self.give_back(held)
         if self.backward_walk is not None:
             issue.later += self._gather_ahead(self.backward_walk)
         return issue
@@ -341,84 +280,12 @@ class Issuer:
     def _fetch_beyond(self, walk: Walk) -> list[Op]:
         ops: list[Op] = []
         for index in walk.beyond(self._prefetch):
-            held = self.units[index]
-            if held.full or held.fetched:
-                continue
-            for op in held.ops.gather(held.source):
-                if op.kind is Kind.FETCH and op.target is Place.SHARD:
-                    held.fetched = True
-                    ops.append(op)
+            ops += self.units[index].fetch()
         return ops
 
     def _issue_all(self, units: Iterable[int]) -> list[Op]:
         ops: list[Op] = []
         for index in units:
             self.units[index].leases += 1
-            ops += self._gather(self.units[index])
-        return ops
-
-    def _gather(self, held: Held, *, exact: bool = False) -> list[Op]:
-        ops: Ops = held.ops.gather(None if exact else held.source, exact=exact)
-        if held.fetched:
-            ops = tuple(op for op in ops if op.kind is not Kind.FETCH)
-        held.full, held.fetched = True, False
-        return list(ops)
-
-    def _give_back(self, held: Held) -> list[Op]:
-        """Ends this rank's use of a unit; it is freed when no claim is left."""
-        if held.busy or held.external or held.hold is None:
-            return []
-        last, held.hold = held.hold.last, None
-        return self._give_up_all([held.index]) if last else []
-
-    def _give_up_all(self, units: Iterable[int]) -> list[Op]:
-        ops: list[Op] = []
-        for index in units:
-            held = self.units[index]
-            held.leases = max(0, held.leases - 1)
-            if held.leases == 0 and not held.busy:
-                ops += self._free(held)
-        return ops
-
-    def _free(self, held: Held) -> list[Op]:
-        if not held.full or self.opened or not held.ops.travels:
-            return []
-        if self.in_backward:
-            ops = self._free_now(held)
-            comes_again = self.backward_walk and self.backward_walk.comes_again(held.index)
-            if not self._keeps_on and not comes_again:
-                ops += self._drop_kept(held)
-            return ops
-        kept = held.ops.kept_rung
-        if self.phase is not Phase.EVAL and kept == 0:
-            return []
-        if self.phase is Phase.EVAL or kept is None or held.kept:
-            return self._free_now(held)
-        held.kept = True
-        return [held.ops.keep, *self._free_now(held)]
-
-    def _free_now(self, held: Held) -> list[Op]:
-        if not held.full or not held.ops.travels:
-            return []
-        held.full = False
-        return [held.ops.free]
-
-    def _drop_kept(self, held: Held) -> list[Op]:
-        if not held.kept:
-            return []
-        held.kept = False
-        return [held.ops.drop(Place.KEPT)]
-
-    def _discard(self, held: Held) -> list[Op]:
-        if not held.fetched:
-            return []
-        held.fetched = False
-        return [held.ops.drop(Place.SHARD)]
-
-    def _release_external(self) -> list[Op]:
-        ops: list[Op] = []
-        for held in self.units:
-            if held.external and not held.busy:
-                held.leases = 0
-                ops += [] if self.opened else self._free_now(held)
+            ops += self.units[index].gather()
         return ops

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from shardwise.core.topology import Topology
+from shardwise.plans.placed import travels
 from shardwise.plans.plan import Plan, StatePlan, resolve
-from shardwise.plans.schedule import travels
 from shardwise.plans.validate import violations
 
 TWO_RANKS = Topology.parse("world=2")

@@ -109,7 +109,7 @@ def _lay_out(
 
 def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Step]:
     """Where the outer lane goes: refreshes, and the last hop of encoded reductions."""
-    found = []
+    found: list[Step] = []
     for unit, rungs in zip(spec.units, resolved, strict=True):
         found += rungs.ladder.steps[rungs.params : rungs.optim]
         index = outer_step(unit, rungs, plan.for_unit(unit.name))
@@ -136,9 +136,10 @@ def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
                 guard.own(parameter, slot)
                 flat.slots.append(slot)
                 built.slots.append(slot)
+                built.parameters.append(parameter)
                 start.filled(slot)
     if built.travels:
-        guard.close(slot.parameter for slot in built.slots)
+        built.close()
 
 
 class _Start:

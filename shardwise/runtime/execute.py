@@ -13,7 +13,7 @@ import torch
 from shardwise.comm.carry import Carriers, Leg, Outer, finish
 from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Early
-from shardwise.core.meter import Meter, counting
+from shardwise.core.meter import THREAD, Meter
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
 from shardwise.plans.ops import Hop, Kind, Op, Place
@@ -40,17 +40,6 @@ class Done:
         for key, nbytes in self.meter.sent.items():
             found[key % 16] = found.get(key % 16, 0) + nbytes
         return tuple(found.values())
-
-
-class _Deferred:
-    """A ticket for work that is done when somebody waits for it."""
-
-    def __init__(self, tickets: list[Ticket]) -> None:
-        self._tickets = tickets
-
-    def wait(self) -> None:
-        while self._tickets:
-            self._tickets.pop(0).wait()
 
 
 class Executor:
@@ -93,8 +82,11 @@ class Executor:
         ``meter`` has what was moved for it before its turn.
         """
         done = Done(op, time.perf_counter(), meter or Meter())
-        with counting(done.meter):
+        before, THREAD.meter = THREAD.meter, done.meter
+        try:
             ticket = self._verbs[op.kind](self._units[op.unit], op)
+        finally:
+            THREAD.meter = before
         for observer in self.observers:
             observer(done)
         return ticket
@@ -104,24 +96,21 @@ class Executor:
     def _fetch(self, unit: Unit, op: Op) -> Ticket:
         if op.target is Place.FULL:
             self._fill(unit)
+
+        def work(_: Early) -> None:
+            unit.refreshed.wait()  # it writes what is to be read
+            for fetched in [flat.params.fetch(op.target) for flat in unit.flats]:
+                fetched.wait()
+
         if unit.refreshing:
-            # The refresh writes what is to be read: the lane waits for it.
-            ticket = self._grid.gathers.submit(lambda _: self._begin_fetch(unit, op, waits=True))
+            ticket = self._grid.gathers.submit(work)
         else:
-            ticket = self._begin_fetch(unit, op)
+            ticket = Chained(DONE, [flat.params.fetch(op.target) for flat in unit.flats])
         if op.target is Place.FULL:
             unit.coming = ticket
         else:
             unit.fetching = ticket
         return ticket
-
-    def _begin_fetch(self, unit: Unit, op: Op, *, waits: bool = False) -> Ticket:
-        if waits:
-            unit.refreshed.wait()
-        fetching = _Deferred([flat.params.fetch(op.target) for flat in unit.flats])
-        if waits:
-            fetching.wait()
-        return fetching
 
     def _fill(self, unit: Unit) -> None:
         unit.settle()  # another gather of the same unit: in order, into the same buffer

@@ -14,8 +14,8 @@ from shardwise.core.layout import FlatSpec
 from shardwise.core.topology import Interval
 from shardwise.core.wire import Format
 from shardwise.plans.ops import Hop
+from shardwise.plans.placed import updates_in_windows
 from shardwise.plans.plan import Plan, Rungs, has_master
-from shardwise.plans.schedule import updates_in_windows
 from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Homes, Rest
 

@@ -57,7 +57,7 @@ class GradMemory:
         """Of a stored sum: norms of its parameters, taken when it was in memory."""
         self.lost: torch.Tensor | None = None
         """What error feedback will add to the next gradients; see ``residual``."""
-        self._closing: Ticket = DONE
+        self.closing: Ticket = DONE
         """After what the last reduction still does on the outer lane."""
         self._open: Loan | None = None
         """What a reduction sums into, until it goes to its tier."""
@@ -119,7 +119,7 @@ class GradMemory:
 
         ``joins``: with what is held on G's rung. With ``outer`` the last leg goes on there.
         """
-        self._closing.wait()
+        self.closing.wait()
         if not adds:
             self.factor = 1.0
         self.norms = {}
@@ -138,7 +138,7 @@ class GradMemory:
             grad = grad[bottom.relative_to(flat.interval(top).start)]
         carrier.descend(flat, grad, top, legs, out, scale=scale, add=adds, outer=outer)
         if outer is not None:
-            self._closing = outer.afterwards(lambda: None)
+            self.closing = outer.afterwards(lambda: None)
 
     def replicate(self, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Replicas of OS's shard collect the sums that others made."""
@@ -151,11 +151,7 @@ class GradMemory:
         if outer is None:
             self._close()
         else:
-            self._closing = outer.afterwards(self._close)
-
-    @property
-    def closing(self) -> Ticket:
-        return self._closing
+            self.closing = outer.afterwards(self._close)
 
     # --- sums ---------------------------------------------------------------------------------
 

@@ -130,7 +130,9 @@ def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
 
     def before(grad: torch.Tensor) -> None:
         if (slot := watched()) is not None:
-            slot.runtime.backward.begin()
+            backward = slot.runtime.backward
+            if not backward.active or torch.is_grad_enabled():
+                backward.begin()
             grads.make_room(slot)
 
     def after(*_: object) -> None:

@@ -44,7 +44,7 @@ class ParamMemory:
 
     def view(self, slot: Slot) -> torch.Tensor:
         """A parameter's place in the full buffer."""
-        place = self.full.tensor[slot.interval.relative_to(0)]
+        place: torch.Tensor = self.full.tensor[slot.interval.relative_to(0)]
         return place.view(slot.param.shape)
 
     # --- values from outside ------------------------------------------------------------------

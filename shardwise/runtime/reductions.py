@@ -6,7 +6,7 @@ recorded order has come, so that reductions match on all ranks and overlap the r
 What is missing at the end of backward counts as zeros; what arrives after its unit was reduced is
 reduced once more. A tile's gradient is reduced whenever it arrives: once for each use.
 
-Everything here answers questions; ``passes.py`` asks them, and has reductions issued.
+Everything here answers questions; ``backward.py`` asks them, and has reductions issued.
 """
 
 from collections import Counter
@@ -45,16 +45,23 @@ class Reductions:
         for slot, count in self._expected.items():
             self._missing[slot.unit] += count
 
-    def take(self, slot: ParamSlot, grad: torch.Tensor) -> None:
-        """Copies a local gradient that autograd has accumulated."""
-        place = slot.flat.grads.buffer()[slot.place].view(slot.spec.param.shape)
+    def take(self, slot: ParamSlot, grad: torch.Tensor) -> bool:
+        """Copies a local gradient that autograd has accumulated.
+
+        Returns whether its unit has all that the recorded backward had.
+        """
+        full, unit = slot.flat.grads.full, slot.unit
+        if full is None:
+            full = slot.flat.grads.buffer()
+        place = full[slot.place].view(slot.spec.param.shape)
         with torch.no_grad():
             dense = grad.to_dense() if grad.is_sparse else grad.detach()
             place.add_(dense) if slot.pending else place.copy_(dense)
         slot.pending = slot.used = True
         slot.arrivals += 1
-        if slot.arrivals <= self._expected.get(slot, 0) and not slot.unit.is_tile:
-            self._missing[slot.unit] -= 1
+        if slot.arrivals <= self._expected.get(slot, 0) and not unit.is_tile:
+            self._missing[unit] -= 1
+        return unit.is_tile or self._missing[unit] == 0
 
     def proposed_by(self, slot: ParamSlot) -> Unit | None:
         """While a backward is recorded: the unit that an arrival completes."""
@@ -78,7 +85,7 @@ class Reductions:
 
     def _is_complete(self, unit: Unit) -> bool:
         complete = unit.is_tile or self._missing[unit] == 0
-        return complete and any(slot.pending for slot in unit.slots)
+        return complete and bool([slot for slot in unit.slots if slot.pending])
 
     def launched(self, unit: Unit) -> None:
         self._launched[unit] += 1
@@ -127,7 +134,8 @@ class Reductions:
         """What this rank has to tell the others at the end of a backward."""
         found = [slot.used for slot in self.slots]
         found += dropped
-        found += [any(slot.pending for slot in unit.slots) for unit in self.units]
+        pending = {slot.unit for slot in self.slots if slot.pending}
+        found += [unit in pending for unit in self.units]
         found += [unit in updated for unit in self.units]
         return torch.tensor(found, dtype=torch.uint8)
 

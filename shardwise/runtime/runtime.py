@@ -1,7 +1,8 @@
 """The runtime of one sharded model on one rank: its parts, and what the rest of it asks of them.
 
 Who decides is the issuer (``plans/order.py``), who does it the executor (``execute.py``); hooks
-fire the moments of ``passes.py``. Here is what is neither: values for users, contexts, recovery.
+fire the moments of ``forward.py`` and ``backward.py``. Here is what is neither: values for users,
+contexts, recovery.
 """
 
 import sys
@@ -9,25 +10,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from shardwise.comm.carry import Carriers
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import UsageError
-from shardwise.core.ticket import DONE, Chained, Ticket
-from shardwise.plans.ops import Op, Phase, Trigger
+from shardwise.plans.ops import Phase, Trigger
 from shardwise.plans.order import Issuer
 from shardwise.plans.plan import Plan
+from shardwise.runtime.backward import Backward
 from shardwise.runtime.execute import Done, Executor
 from shardwise.runtime.flat import Pools
-from shardwise.runtime.passes import Backward, Forward, in_autograd
+from shardwise.runtime.forward import Forward, in_autograd
+from shardwise.runtime.issues import Issues
 from shardwise.runtime.slot import ParamSlot
-from shardwise.runtime.surface.face import Face, shown_state
+from shardwise.runtime.steps import Steps
+from shardwise.runtime.surface.face import Face
 from shardwise.runtime.surface.guard import refuse_copy
 from shardwise.runtime.surface.watch import Watch
 from shardwise.runtime.unit import State, Unit
@@ -35,7 +36,6 @@ from shardwise.tier.rest import Homes
 
 if TYPE_CHECKING:
     from shardwise.runtime.activations.recompute import Activations
-    from shardwise.runtime.optimizer.takeover import OptimizerTakeover
 
 
 @dataclass
@@ -74,20 +74,18 @@ class Runtime:
         """False under no_sync."""
         self.accumulated = False
         """Whether a micro-batch under no_sync came since the last synchronisation."""
-        self.half_updated = False
-        """Whether any rank's last backward has updated units, and no step followed."""
         self.removers: list[Callable[[], None]] = []
         """Run by ``unshard``."""
         self.recoveries: list[Callable[[], None]] = []
         """Run before every pass: each ends what an exception left unfinished elsewhere, if any."""
         self.forgets: list[Callable[[], None]] = []
         """Run after an interrupted forward: each forgets calls whose end it will never see."""
-        self.optimizers: WeakKeyDictionary[Optimizer, ref[OptimizerTakeover]] = WeakKeyDictionary()
-        """Those that were taken over, and by whom."""
         self.activations: Activations | None = None
         """Set by ``recompute.install``."""
         self.issuer = Issuer([unit.ops for unit in units], plan.prefetch, plan.keep_until)
         self.executor = Executor(units, grid, carriers)
+        self.issues = Issues(self)
+        self.steps = Steps(self)
         self.forward = Forward(self)
         self.backward = Backward(self, self.forward)
         self.watch = Watch(self)
@@ -128,7 +126,7 @@ class Runtime:
         elif self.in_pass:
             # Read outside its own module's forward: its unit stays for whole passes.
             self.issuer.stays(slot.unit.index)
-            self.forward.follow(self.issuer.on(Trigger.BEFORE_FORWARD, slot.unit.index))
+            self.issues.follow(self.issuer.on(Trigger.BEFORE_FORWARD, slot.unit.index))
         else:
             shards = slot.unit.rungs.ladder.parts[slot.unit.rungs.params]
             where = f"in shards on {shards} ranks" if shards > 1 else "on another tier"
@@ -142,7 +140,7 @@ class Runtime:
         """Overwrites a parameter by a full value that all ranks pass alike."""
         if self.in_pass:
             raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
-        self.require_stepped(f"Writing '{slot.name}'")
+        self.steps.require(f"Writing '{slot.name}'")
         slot.unit.settle()
         self.grid.drain()
         slot.flat.params.write(slot.spec, value)
@@ -154,10 +152,11 @@ class Runtime:
 
     def open(self, unit: Unit) -> None:
         """Gathers a unit for people: all of it, exactly; collective."""
-        self.forward.follow(self.issuer.open(unit.index))
+        self.executor.run(self.issuer.open(unit.index))
+        unit.settle()
 
     def close(self, unit: Unit) -> None:
-        self.forward.follow(self.issuer.close(unit.index))
+        self.executor.run(self.issuer.close(unit.index))
 
     @property
     def opened(self) -> int:
@@ -167,7 +166,7 @@ class Runtime:
     def release_all(self) -> None:
         """Before values change: no gathered copy of the old ones stays, and no rank reads them."""
         self.forward.uses.forget_backward()
-        self.forward.follow(self.issuer.release_all())
+        self.executor.run(self.issuer.release_all())
         for unit in self.units:
             unit.settle()
         self.grid.drain()
@@ -190,7 +189,7 @@ class Runtime:
             self.recover()
             self.homes.check()
             self.watch.look()
-        self.require_stepped("forward")
+        self.steps.require("forward")
 
     def recover(self) -> None:
         """Brings an unfinished pass (an exception in forward or backward) to its regular end.
@@ -230,50 +229,4 @@ class Runtime:
         self.recover()
         self.watch.look()
         if not before_step:
-            self.require_stepped(what)
-
-    # --- optimizers ---------------------------------------------------------------------------
-
-    def state_of(self, optimizer: Optimizer, slot: ParamSlot) -> dict[str, Any]:
-        """What an optimizer keeps for this rank's shard of a parameter."""
-        found = self.optimizers.get(optimizer)
-        takeover = found() if found is not None else None
-        return takeover.state_of(slot) if takeover else shown_state(optimizer, slot)
-
-    def update_in_backward(self, unit: Unit, op: Op, reduced: list[Ticket]) -> list[Ticket]:
-        """Begins the update of a unit whose last gradients of this step are being reduced."""
-        moving = [takeover for takeover in self._takeovers() if takeover.moves(unit)]
-        ready = Chained(DONE, reduced)
-        found: list[Ticket] = []
-
-        def update(unit: Unit) -> Ticket:
-            found.extend(takeover.update_in_backward(unit, ready) for takeover in moving)
-            return Chained(DONE, found)
-
-        if moving:
-            self.executor.update = update
-            self.executor.perform(op)
-        return found
-
-    @property
-    def updated(self) -> set[Unit]:
-        """Units that the last backward updated, and whose optimizer has not stepped since."""
-        return {unit for takeover in self._takeovers() for unit in takeover.updated}
-
-    def stepped(self) -> None:
-        """An optimizer has stepped, or forgets that it should."""
-        self.half_updated = bool(self.updated)
-
-    def require_stepped(self, what: str) -> None:
-        """Raises if some units have new values already and others still the old ones."""
-        if self.half_updated or self.updated:
-            raise UsageError(
-                f"{what} cannot run now: the last backward has updated units (tiers.update = "
-                "'backward' in the plan), and no optimizer.step() followed. Call it after every "
-                "backward outside no_sync; if that failed, load a checkpoint, the optimizer's "
-                "state first."
-            )
-
-    def _takeovers(self) -> list["OptimizerTakeover"]:
-        found = (takeover() for takeover in self.optimizers.values())
-        return [takeover for takeover in found if takeover is not None]
+            self.steps.require(what)

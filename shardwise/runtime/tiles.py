@@ -32,7 +32,7 @@ class _Forward:
         self._runtime, self._face, self._layer = runtime, face, layer
         self._whole: Callable[..., Tensor] = layer.forward
         functools.update_wrapper(self, layer.forward, updated=())
-        layer.forward = self  # type: ignore[method-assign]
+        layer.forward = self
 
     def remove(self) -> None:
         if self._layer.__dict__.get("forward") is self:

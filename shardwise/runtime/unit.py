@@ -9,6 +9,7 @@ REFRESHING  P rests in full, and updated values are still arriving
 """
 
 from enum import StrEnum
+from functools import cached_property
 
 from torch import nn
 
@@ -16,7 +17,8 @@ from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.model.tiling import Tile
 from shardwise.plans.plan import Rungs
-from shardwise.plans.schedule import Holds, UnitOps
+from shardwise.plans.schedule import UnitOps
+from shardwise.plans.sums import Holds
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import guard
@@ -52,6 +54,10 @@ class Unit:
         self.index, self.name, self.spec, self.module = index, spec.name, spec, module
         self.ops, self.flats = ops, flats
         self.slots: list[ParamSlot] = []
+        self.parameters: list[nn.Parameter] = []
+        """Of the slots, in their order."""
+        self.arrived: set[ParamSlot] = set()
+        """Slots that got a gradient since a backward of the unit's calls began."""
         self.trained = [flat for flat in flats if flat.spec.requires_grad]
         self.encloses, self.travels = ops.encloses, ops.travels
         self.is_tile = isinstance(module, Tile)
@@ -70,6 +76,11 @@ class Unit:
     def __repr__(self) -> str:
         return f"<unit {self.name!r}: {self.spec.numel} parameters, {self.state}>"
 
+    @cached_property
+    def num_trained(self) -> int:
+        """How many of the slots are trained."""
+        return sum(len(flat.slots) for flat in self.trained)
+
     @property
     def rungs(self) -> Rungs:
         return self.ops.rungs
@@ -77,12 +88,12 @@ class Unit:
     @property
     def held(self) -> Holds:
         """By trained flat: whether micro-batches under no_sync have left something."""
-        return tuple(flat.grads.holds for flat in self.trained)
+        return tuple([flat.grads.holds for flat in self.trained])
 
     @property
     def summed(self) -> Holds:
         """By trained flat: whether reductions have left something."""
-        return tuple(flat.grads.has_sums for flat in self.trained)
+        return tuple([flat.grads.has_sums for flat in self.trained])
 
     def move_to(self, state: State) -> None:
         if (self.state, state) not in _MOVES:
@@ -94,8 +105,8 @@ class Unit:
         if self.state is State.COMING or self.state is State.REFRESHING:
             self.coming.wait()
             self.move_to(State.GATHERED)
-            guard.open_up(slot.parameter for slot in self.slots)
+            guard.open_up(self.parameters)
 
     def close(self) -> None:
         """From now on reading the parameters asks their owner."""
-        guard.close(slot.parameter for slot in self.slots)
+        guard.close(self.parameters)

@@ -8,7 +8,6 @@ the unit's parameters have theirs. The issuer learns only whether any call is bu
 from typing import Protocol
 
 from shardwise.plans.order import Issuer
-from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.unit import Unit
 
 
@@ -26,9 +25,6 @@ class Uses:
         self._units, self._held = units, issuer.units
         self._running = [0] * len(units)
         self._in_backward: list[set[Call]] = [set() for _ in units]
-        self._arrived: list[set[ParamSlot]] = [set() for _ in units]
-        """Parameters that got a gradient since a backward of the unit's calls began."""
-        self._num_trained = [sum(len(flat.slots) for flat in unit.trained) for unit in units]
 
     def is_open(self, unit: Unit) -> bool:
         """Whether any call is running or in backward."""
@@ -54,7 +50,7 @@ class Uses:
     def enter_backward(self, unit: Unit, call: Call) -> None:
         calls = self._in_backward[unit.index]
         if not calls:
-            self._arrived[unit.index].clear()
+            unit.arrived.clear()
         calls.add(call)
         self._held[unit.index].busy = True
 
@@ -62,17 +58,13 @@ class Uses:
         self._in_backward[unit.index].discard(call)
         self._note(unit.index)
 
-    def arrived(self, slot: ParamSlot) -> list[Call]:
-        """A parameter got its gradient; returns the calls that are over by that."""
-        index = slot.unit.index
-        self._arrived[index].add(slot)
-        if not self._in_backward[index] or not self.has_all_grads(slot.unit):
-            return []
-        return [call for call in self._in_backward[index] if not call.leaves_by_inputs]
+    def complete(self, unit: Unit) -> list[Call]:
+        """All of a unit's parameters got their gradients: the calls that are over by that."""
+        return [call for call in self._in_backward[unit.index] if not call.leaves_by_inputs]
 
     def has_all_grads(self, unit: Unit) -> bool:
         """Whether all trained parameters got a gradient in the current calls' backward."""
-        return len(self._arrived[unit.index]) == self._num_trained[unit.index]
+        return len(unit.arrived) == unit.num_trained
 
     def taken(self, unit: Unit) -> None:
         """A unit's gradients are being reduced: calls that no input can end are over."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.core.errors import UsageError
-from shardwise.core.meter import current
+from shardwise.core.meter import THREAD
 
 BLOCK_BYTES = 8 << 20
 """What one system call moves. After each one a thread needs the GIL and a core, for which it waits
@@ -58,7 +58,7 @@ class Move:
     ) -> None:
         self.work, self.writes = work, writes
         self.tensor = tensor
-        self.meter = current()
+        self.meter = THREAD.meter
         """Of the operation that this is a part of."""
         self.address = tensor.data_ptr()
         self.begin, self.end = begin, begin + tensor.nbytes

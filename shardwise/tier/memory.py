@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ _TILE_BYTES = 1 << 21
 
 def tensor_on(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over memory that has at least its size."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,))
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, 0, (numel,), (1,))
 
 
 class SwappedBuffer:
@@ -33,26 +35,27 @@ class SwappedBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: Pool) -> None:
         self._pool = pool
         self._nbytes = numel * dtype.itemsize
-        self._storage = _resting_storage(self._nbytes, device)
+        self._storage: Any = _resting_storage(self._nbytes, device)  # its swap is private to torch
         self._lent: torch.UntypedStorage | None = None
-        self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,))
-
-    @property
-    def filled(self) -> bool:
-        return self._lent is not None
+        self.filled = False
+        """Whether there is memory under it."""
+        self.tensor = torch.empty(0, dtype=dtype, device=device).set_(
+            self._storage, 0, (numel,), (1,)
+        )
 
     def fill(self) -> None:
         """Puts memory (with arbitrary contents) under the tensor."""
         if self._lent is None:
             self._lent = self._pool.take(self._nbytes)
             self._storage._swap_data_ptr_(self._lent)
+            self.filled = True
 
     def drop(self) -> None:
         """Takes the memory away again; the tensor reads as NaN."""
         if self._lent is not None:
             self._storage._swap_data_ptr_(self._lent)
             self._pool.give(self._lent)
-            self._lent = None
+            self._lent, self.filled = None, False
 
 
 def _resting_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -88,7 +91,8 @@ def _map_tiles(tiles: int) -> ctypes.Array[ctypes.c_char]:
     os.write(tile, b"\xff" * _TILE_BYTES)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    words = (ctypes.c_int,) * 3
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *words, ctypes.c_long)
     fixed, protection = 0x10, mmap.PROT_READ | mmap.PROT_WRITE
     base = libc.mmap(None, size, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     for i in range(tiles):

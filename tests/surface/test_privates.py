@@ -51,11 +51,7 @@ FOREIGN = {
 }
 """Patterns of foreign privates that may be used, and what for."""
 
-PENDING = {
-    # runtime/surface/access.py shall have them in public
-    ("checkpoint/values.py", "access._collect_master"),
-    ("checkpoint/values.py", "access._gathered"),
-}
+PENDING: set[tuple[str, str]] = set()
 """Breaches that are known and on their way out, as (file, use)."""
 
 Use = tuple[str, str]

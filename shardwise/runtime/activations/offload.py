@@ -25,6 +25,7 @@ from shardwise.core.ticket import Ticket
 from shardwise.core.work import IN_FLIGHT
 from shardwise.model.activations import SMALL_BYTES
 from shardwise.runtime.runtime import Runtime
+from shardwise.tier.memory import tensor_on
 from shardwise.tier.pool import PAGE_BYTES, Pool
 from shardwise.tier.store import Record, Store
 
@@ -363,4 +364,4 @@ def _order_after(home: _Home) -> None:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+    return tensor_on(storage, storage.nbytes(), torch.uint8)

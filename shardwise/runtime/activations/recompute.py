@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.errors import UsageError
 from shardwise.runtime.activations.offload import Moved, Offload, OnDisk, OnHost
+from shardwise.runtime.forward import in_autograd
 from shardwise.runtime.hooks import tensors_in
-from shardwise.runtime.passes import in_autograd
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import guard
 from shardwise.tier.pool import Pool
@@ -83,7 +83,7 @@ class _Shadow:
         self._removed = False
         functools.update_wrapper(self, self._forward, updated=())  # signatures stay readable
         self._run = torch.compiler.disable(self._recomputing)
-        module.forward = self  # type: ignore[method-assign]
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -113,9 +113,9 @@ class _Shadow:
             if first:
                 args, kwargs = first.pop()
                 return forward(*args, **kwargs)
-            args, kwargs = inputs.again(tensors)
+            again, keywords = inputs.again(tensors)
             with buffers.replaced(started_from):
-                return forward(*args, **kwargs)
+                return forward(*again, **keywords)
 
         with activations.outermost():
             result = checkpoint(call, *inputs.tensors(), use_reentrant=False)

@@ -39,7 +39,7 @@ def check_elementwise(optimizer: Optimizer, assume: bool) -> None:
         raise UsageError("A differentiable optimizer cannot be sharded; build it without that.")
 
 
-def _is_known(kind: type[Optimizer]) -> bool:
+def _is_known(kind: Any) -> bool:
     """Whether its step is that of one of torch's element-wise classes."""
     for base in kind.__mro__:
         if base.__name__ in _ELEMENTWISE and base.__module__.startswith("torch.optim"):

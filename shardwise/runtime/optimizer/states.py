@@ -110,7 +110,7 @@ class States:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _note_layout(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._runtime.require_stepped("optimizer.state_dict()")
+        self._runtime.steps.require("optimizer.state_dict()")
         listed = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(listed):
             slots = face.slots if (face := self._faces.get(parameter)) is not None else []
@@ -147,4 +147,4 @@ class States:
     def forget_updates(self) -> None:
         """What the last backward updated is not to be completed by a step."""
         self._windows.end()
-        self._runtime.stepped()
+        self._runtime.steps.stepped()

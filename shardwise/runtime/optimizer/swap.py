@@ -62,7 +62,8 @@ class Swap:
             params = dict.fromkeys(owner(part) for part in group["params"])
             group.update(options, params=list(params))
         self._swapped.clear()
-        stepped, self._optimizer.state = self._optimizer.state, defaultdict(dict)
+        stepped: dict[Any, Any] = self._optimizer.state
+        self._optimizer.state = defaultdict(dict)
         for key, value in stepped.items():
             if key in owners:
                 show_state(self._optimizer, owners[key], value)

@@ -39,12 +39,12 @@ def watch(runtime: Runtime, assume_elementwise: bool) -> None:
 
     def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         runtime = watched()
-        if runtime is None or optimizer in runtime.optimizers:
+        if runtime is None or optimizer in runtime.steps.optimizers:
             return
         parameters = {face.parameter for face in runtime.faces}
         if any(p in parameters for group in optimizer.param_groups for p in group["params"]):
             check_elementwise(optimizer, assume_elementwise)
-            runtime.require_stepped(f"The first step of another {type(optimizer).__name__}")
+            runtime.steps.require(f"The first step of another {type(optimizer).__name__}")
             # Its own hooks come after the global ones, so they run in this very step already.
             OptimizerTakeover(runtime, optimizer)
 
@@ -74,7 +74,7 @@ class OptimizerTakeover:
         self._states = States(runtime, optimizer, self._windows)
         self._states.adopt()
         self._install()
-        runtime.optimizers[optimizer] = weakref.ref(self)
+        runtime.steps.optimizers[optimizer] = weakref.ref(self)
 
     # --- step ---------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class OptimizerTakeover:
                 runtime.executor.perform(op, windows.meters.get(op.unit))
         if not raised:  # otherwise what backward has updated still waits for the rest
             windows.end()
-            runtime.stepped()
+            runtime.steps.stepped()
 
     @property
     def updated(self) -> set[Unit]:
@@ -214,7 +214,7 @@ class OptimizerTakeover:
             if not isinstance(params, torch.Tensor):
                 params = list(params)  # may be a generator
             for item in [params] if isinstance(params, torch.Tensor) else params:
-                parameter = item[1] if isinstance(item, tuple) else item
+                parameter: Any = item[1] if isinstance(item, tuple) else item
                 face = self._faces.get(parameter)
                 if face is not None and not face.slots[0].spec.param.requires_grad:
                     raise UsageError(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.lane import HOST, wait_on_host
 from shardwise.core.errors import UsageError
-from shardwise.core.meter import Meter, counting, current
+from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
@@ -209,13 +209,14 @@ class WindowedUpdate:
         size = self._runtime.plan.tiers.window_numel
         for start in range(flat.optim_at.start, flat.optim_at.stop, size):
             place = Interval(start, min(start + size, flat.optim_at.stop))
+            # Also those of padding alone, so that all ranks move the bytes that were planned.
             slots = [slot for slot in moving if slot.spec.interval.intersect(place).numel]
-            if slots:
+            if moving:
                 yield _Window(unit, flat, place, slots)
 
     def _load(self, window: _Window) -> _Window:
         """Begins to read all that an update needs."""
-        with counting(self.meters.get(window.unit.name) or current()):
+        with counting(self.meters.get(window.unit.name) or THREAD.meter):
             self._lend_grad(window)
             self._lend_states(window)
         return window
@@ -228,7 +229,7 @@ class WindowedUpdate:
         flat, (start, stop) = window.flat, window.inside
         assert flat.params.master is not None
         window.master = flat.params.master.lend(start, stop)
-        if any(slot in self.states.numbers for slot in window.slots):
+        if not window.slots or any(slot in self.states.numbers for slot in window.slots):
             rests = self.states.rests.get(flat, {})
             window.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
 
@@ -249,7 +250,8 @@ class WindowedUpdate:
             pieces[slot.face.parameter] = piece
             if slot in self._before:
                 self._optimizer.state[piece] = self._state_of_piece(window, slot)
-        self._run(pieces)
+        if pieces:
+            self._run(pieces)
         is_first = any(slot not in self._before for slot in window.slots)
         for slot in window.slots:
             self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))

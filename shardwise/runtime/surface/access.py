@@ -1,20 +1,17 @@
 """Whole tensors for people: full_params, state_dict, full_grads, optimizer states, clipping."""
 
-import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwise.core.errors import UsageError
 from shardwise.plans.ops import Hop
 from shardwise.runtime.flat import Flat, torch_dtype
-from shardwise.runtime.gradients import OpenGrads
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads
@@ -54,7 +51,7 @@ def _fill(runtime: Runtime, face: TiledFace) -> None:
     """Brings a tiled parameter's rows together, one gathered tile after the other."""
     face.fill()
     for slot in face.slots:
-        with _gathered(runtime, slot.unit):
+        with gathered(runtime, slot.unit):
             face.take(slot)
 
 
@@ -105,10 +102,10 @@ def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str,
     values: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
         if master and any(flat.params.master is not None for flat in unit.flats):
-            for slot, value in _collect_master(runtime, unit, keeps).items():
+            for slot, value in collect_master(runtime, unit, keeps).items():
                 slot.face.place(values, slot, value)
         else:
-            with _gathered(runtime, unit):
+            with gathered(runtime, unit):
                 for slot in unit.slots if keeps else ():
                     slot.face.place(values, slot, slot.parameter.detach().cpu())
     if not keeps:
@@ -121,7 +118,7 @@ def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str,
 
 
 @contextmanager
-def _gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
+def gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
     """One unit in full, for a moment."""
     resting = unit.state is State.RESTING
     if resting:
@@ -134,7 +131,7 @@ def _gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
             runtime.close(unit)
 
 
-def _collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot, torch.Tensor]:
+def collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot, torch.Tensor]:
     """A unit's values in the master's precision, if this rank ``keeps`` them."""
     found = {}
     for flat in unit.flats:
@@ -267,7 +264,7 @@ def _collect_state(
     part = torch.zeros(flat.optim_at.numel, dtype=widest, device=runtime.grid.device)
     is_number = torch.zeros_like(part, dtype=torch.bool)
     for slot in flat.slots:
-        value = runtime.state_of(optimizer, slot).get(key)
+        value = runtime.steps.state_of(optimizer, slot).get(key)
         own, single = slot.of(part, flat.optim_at), slot.of(is_number, flat.optim_at)
         if own is not None and single is not None and value is not None:
             own.copy_(torch.as_tensor(value))
@@ -285,125 +282,6 @@ def _collect_state(
             if key not in states:
                 states[key] = value.new_empty(slot.face.parameter.shape)
             slot.rows_of(states[key]).copy_(value)
-
-
-def clip_grad_norm_(
-    runtime: Runtime,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> torch.Tensor:
-    """Scales gradients so that their total norm is at most ``max_norm``; returns the norm."""
-    if not norm_type > 0:
-        raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
-    foreach = _takes_foreach(runtime, foreach)
-    runtime.require_idle("clip_grad_norm_", before_step=True)
-    if math.isfinite(max_norm) and any(unit.ops.updates_early for unit in runtime.units):
-        raise UsageError(
-            "clip_grad_norm_ comes too late: tiers.update = 'backward' in the plan updates units "
-            "before the norm of all gradients is known; set it to 'step', or pass math.inf for the "
-            "norm alone."
-        )
-    grads.read(runtime)
-    if runtime.accumulated:
-        raise UsageError(
-            "clip_grad_norm_ after a backward under no_sync: gradients are not reduced yet."
-        )
-    total = _total_norm(runtime, norm_type, foreach)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise UsageError(
-            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they "
-            "cannot be clipped; pass error_if_nonfinite=False to clip anyway."
-        )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
-    if factor != 1.0:
-        _scale_grads(runtime, factor, foreach)
-    return total
-
-
-def _scale_grads(runtime: Runtime, factor: float, foreach: bool) -> None:
-    with ExitStack() as stack:
-        parts: list[torch.Tensor] = []
-        for unit in runtime.units:
-            for flat in unit.trained:
-                if flat.grads.is_resident:
-                    parts += _grad_parts(stack.enter_context(flat.grads.open(writes=True)))
-                else:
-                    flat.grads.scale(factor)  # when it is next in memory
-        if foreach and parts:
-            torch._foreach_mul_(parts, factor)
-        elif not foreach:
-            for part in parts:
-                part.mul_(factor)
-
-
-def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
-    """Whether torch's foreach kernels run: as chosen, or by default where the device has them.
-
-    Decided by the devices of all parts, also of empty ones, so that ranks decide alike.
-    """
-    if chosen is False:
-        return False
-    devices = {runtime.grid.device} if any(unit.trained for unit in runtime.units) else set()
-    lacking = sorted({d.type for d in devices if not _device_has_foreach_support(d)})
-    if chosen and lacking:
-        raise UsageError(
-            f"clip_grad_norm_(foreach=True), but torch has no foreach kernels for "
-            f"{', '.join(lacking)} tensors; pass foreach=False, or None to take them where they "
-            "exist."
-        )
-    return not lacking
-
-
-def _grad_parts(opened: OpenGrads) -> list[torch.Tensor]:
-    """This rank's parts of a flat's reduced gradients, without padding."""
-    parts = [opened.summed_of(slot) for slot in opened.flat.slots if slot.has_grad]
-    return [part for part in parts if part is not None]
-
-
-def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tensor:
-    """Every element counted once: only the first replica of each part contributes."""
-    rank, infinite = runtime.grid.place.rank, norm_type == float("inf")
-    norms: list[torch.Tensor] = []
-    with ExitStack() as stack:
-        counted = []
-        for unit in runtime.units:
-            for flat in unit.trained if _is_first_replica(unit, rank) else ():
-                if flat.grads.is_resident:
-                    counted += _grad_parts(stack.enter_context(flat.grads.open()))
-                else:
-                    norms += _stored_norms(flat, norm_type, foreach)
-        norms += _norms(counted, norm_type, foreach)
-    zero = torch.zeros((), dtype=torch.float64)
-    local = torch.stack([zero, *(norm.double().cpu() for norm in norms)])
-    value = local.max() if infinite else (local**norm_type).sum()
-    rows = runtime.grid.control.exchange(value.reshape(1), "norm of the gradients")
-    # Rows are summed in rank order on every rank, so that all get the same bits.
-    total = rows.max() if infinite else rows.sum() ** (1.0 / norm_type)
-    wide = any(flat.dtypes.master == torch.float64 for u in runtime.units for flat in u.trained)
-    return total if wide else total.float()
-
-
-def _norms(parts: list[torch.Tensor], norm_type: float, foreach: bool) -> list[torch.Tensor]:
-    if foreach and parts:
-        return list(torch._foreach_norm(parts, norm_type))
-    return [torch.linalg.vector_norm(part, norm_type) for part in parts]
-
-
-def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Tensor]:
-    """Norms of gradients on a disk: those taken on the way there, or read back one by one."""
-    known = [flat.grads.norms.get(slot) for slot in flat.slots if slot.has_grad]
-    if norm_type == 2.0 and flat.grads.norms:
-        return [norm * flat.grads.factor for norm in known if norm is not None]
-    with flat.grads.open() as opened:
-        return _norms(_grad_parts(opened), norm_type, foreach)
-
-
-def _is_first_replica(unit: Unit, rank: int) -> bool:
-    """Whether no earlier rank has the same part of the unit's gradients."""
-    beyond = unit.rungs.ladder.steps[unit.rungs.optim :]
-    return all(step.coordinate(rank) == 0 for step in beyond)
 
 
 def _persistent_buffers(model: nn.Module) -> set[str]:

@@ -24,19 +24,31 @@ if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime
 
 
+NoGuards = torch._C.DisableTorchFunctionSubclass
+"""Inside, ``parameter.grad`` asks nobody."""
+
+
 def read(runtime: "Runtime") -> None:
     """Learns what the user did with the handles: nothing, dropped, or replaced."""
-    changed = [slot for slot in runtime.trained_slots if not _untouched(slot)]
-    for slot in changed:
-        slot.require_unspent()
-    given = [guard.raw_grad(slot.face.parameter) for slot in changed]
-    _forget(changed)
-    for slot, grad in zip(changed, given, strict=True):
+    changed: list[tuple[ParamSlot, torch.Tensor | None]] = []
+    is_used = False
+    with NoGuards():
+        for slot in runtime.trained_slots:
+            face, grad = slot.face, slot.face.parameter.grad
+            if not (grad is face.handle or (face.emptied and grad is None)):
+                if slot.spent:
+                    slot.require_unspent()
+                changed.append((slot, grad))
+    if changed:
+        _forget([slot for slot, _ in changed])
+    for slot, grad in changed:
         if grad is not None:
             _adopt(slot, grad)
-            _show(slot)
+            _show([slot])
+    for slot in runtime.trained_slots:
+        is_used = is_used or slot.used
     # A step that was accumulated under no_sync and then dropped altogether begins anew.
-    runtime.accumulated &= any(slot.used for slot in runtime.trained_slots)
+    runtime.accumulated = runtime.accumulated and is_used
 
 
 def begin_backward(runtime: "Runtime") -> None:
@@ -48,68 +60,74 @@ def begin_backward(runtime: "Runtime") -> None:
 def make_room(slot: ParamSlot) -> None:
     """Autograd is about to accumulate: it must find ``p.grad`` empty."""
     face = slot.face
-    if face.handle is not None and guard.raw_grad(face.parameter) is face.handle:
-        guard.set_raw_grad(face.parameter, None)
-        face.emptied = True
+    if face.handle is not None:
+        with NoGuards():
+            if face.parameter.grad is face.handle:
+                face.parameter.grad = None
+                face.emptied = True
 
 
 def mark(slot: ParamSlot) -> None:
     """The local gradient was taken: from now on ``p.grad`` stands for it."""
     face = slot.face
-    if face.is_tiled and not _untouched(slot):
-        return  # dropped since another tile's came: see read()
-    face.handle, face.emptied = _guarded(face), False
-    guard.set_raw_grad(face.parameter, face.handle)
+    with NoGuards():
+        grad = face.parameter.grad
+        if face.is_tiled and grad is not face.handle and not (face.emptied and grad is None):
+            return  # dropped since another tile's came: see read()
+        face.handle, face.emptied = _guard(face) if face.guarded is None else face.guarded, False
+        face.parameter.grad = face.handle
 
 
-def was_dropped(slot: ParamSlot) -> bool:
-    """Whether the user set ``p.grad`` to None since backward began."""
-    return not _untouched(slot) and guard.raw_grad(slot.face.parameter) is None
+def dropped(slots: list[ParamSlot]) -> list[bool]:
+    """By parameter: whether the user set ``p.grad`` to None since backward began."""
+    with NoGuards():
+        return [
+            slot.face.parameter.grad is None
+            and slot.face.handle is not None
+            and not slot.face.emptied
+            for slot in slots
+        ]
 
 
 def end_backward(runtime: "Runtime", dropped: list[ParamSlot]) -> None:
     """Puts a handle on every parameter that has a gradient, unless the user dropped it already."""
-    for slot in dropped:
-        guard.set_raw_grad(slot.face.parameter, None)
-    _forget(dropped)
-    for slot in runtime.trained_slots:
-        if not slot.has_grad:
-            continue
-        if _untouched(slot):
-            _show(slot)
-        else:
-            slot.face.handle = _guarded(slot.face)  # differs from what the user put: see read()
-        slot.face.emptied = False
+    if dropped:
+        with NoGuards():
+            for slot in dropped:
+                slot.face.parameter.grad = None
+        _forget(dropped)
+    shown = []
+    with NoGuards():
+        for slot in runtime.trained_slots:
+            if slot.has_grad:
+                face, grad = slot.face, slot.face.parameter.grad
+                if grad is face.handle or (face.emptied and grad is None):
+                    shown.append(slot)
+                else:  # differs from what the user put: see read()
+                    face.handle = _guard(face) if face.guarded is None else face.guarded
+                face.emptied = False
+    _show(shown)
 
 
-def _untouched(slot: ParamSlot) -> bool:
-    face, grad = slot.face, guard.raw_grad(slot.face.parameter)
-    return grad is face.handle or (face.emptied and grad is None)
+def _show(slots: list[ParamSlot]) -> None:
+    """Real views where this rank holds the whole gradient in the parameter's dtype."""
+    with NoGuards():
+        for slot in slots:
+            face, flat, grads = slot.face, slot.flat, slot.flat.grads
+            face.handle = _guard(face) if face.guarded is None else face.guarded
+            alike = flat.dtypes.master == flat.dtypes.compute and not face.is_tiled
+            # Writing into what is updated early would change nothing.
+            if alike and grads.holds != grads.has_sums and not slot.unit.ops.updates_early:
+                whole = grads.held if grads.holds and flat.rungs.grads == 0 else None
+                if grads.has_sums and flat.rungs.optim == 0:
+                    whole = grads.summed
+                if isinstance(whole, Resident) and whole.tensor.device == slot.parameter.device:
+                    face.handle = whole.tensor[slot.place].view(slot.spec.param.shape)
+            face.parameter.grad = face.handle
 
 
-def _show(slot: ParamSlot) -> None:
-    slot.face.handle = _handle(slot)
-    guard.set_raw_grad(slot.face.parameter, slot.face.handle)
-
-
-def _handle(slot: ParamSlot) -> torch.Tensor:
-    flat, rungs = slot.flat, slot.flat.rungs
-    place = slot.spec.interval.relative_to(0)
-    alike = flat.dtypes.master == flat.dtypes.compute and not slot.face.is_tiled
-    if slot.unit.ops.updates_early:  # writing into it would change nothing
-        return _guarded(slot.face)
-    if alike and flat.grads.holds != flat.grads.has_sums:
-        whole = flat.grads.held if flat.grads.holds and rungs.grads == 0 else None
-        if flat.grads.has_sums and rungs.optim == 0:
-            whole = flat.grads.summed
-        if isinstance(whole, Resident) and whole.tensor.device == slot.parameter.device:
-            return whole.tensor[place].view(slot.spec.param.shape)
-    return _guarded(slot.face)
-
-
-def _guarded(face: Face) -> torch.Tensor:
-    if face.guarded is None:
-        face.guarded = guard.GuardedGrad.make(face.parameter, face)
+def _guard(face: Face) -> torch.Tensor:
+    face.guarded = guard.GuardedGrad.make(face.parameter, face)
     return face.guarded
 
 
@@ -121,7 +139,7 @@ def _forget(slots: list[ParamSlot]) -> None:
         slot.face.handle = None
         flats.setdefault(slot.flat, []).append(slot)
     for flat, forgotten in flats.items():
-        if not any(slot.has_grad for slot in flat.slots):
+        if not [slot for slot in flat.slots if slot.has_grad]:
             flat.grads.holds = flat.grads.has_sums = False
             continue
         # The others go on adding, so an absent gradient has to read as zero.

@@ -39,15 +39,20 @@ class GradOwner(Protocol):
     """What a guarded gradient asks of its owner."""
 
     name: str
-    slots: Sequence[Any]
-    """Where the gradient is: ``open_grads`` of a slot's flat brings it into memory."""
+
+    @property
+    def slots(self) -> Sequence[Any]:
+        """Where the gradient is: ``grads.open`` of a slot's flat brings it into memory."""
+        ...
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """The dtype that the gradient rests in."""
+        ...
 
     def highest(self, flag: Tensor) -> Tensor:
         """The maximum of a value over all ranks; collective."""
+        ...
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -89,21 +94,25 @@ def _metadata() -> set[Callable[..., Any]]:
     for name in _PROPERTIES:
         if (found := getattr(torch.Tensor, name, None)) is not None:
             allowed.add(found.__get__)
-    allowed.add(torch.Tensor.grad.__set__)  # type: ignore[attr-defined]
-    allowed.add(torch.Tensor.grad.__delete__)  # type: ignore[attr-defined]
+    grad: Any = torch.Tensor.grad  # a property of the class, whatever its stubs say
+    allowed.update((grad.__set__, grad.__delete__))
     allowed.update(getattr(torch.Tensor, n) for n in _METHODS if hasattr(torch.Tensor, n))
     allowed.update(getattr(torch, n) for n in _FUNCTIONS if hasattr(torch, n))
     return allowed
 
 
 _METADATA = _metadata()
-_CASTS = {torch.Tensor.to: None, torch.Tensor.cpu: torch.device("cpu")} | {
-    getattr(torch.Tensor, name): dtype
-    for name, dtype in (
-        ("float", torch.float32), ("double", torch.float64),
-        ("half", torch.float16), ("bfloat16", torch.bfloat16),
-    )
-}  # fmt: skip
+_TARGETS: dict[str, torch.device | torch.dtype | None] = {
+    "to": None,
+    "cpu": torch.device("cpu"),
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_CASTS: dict[Callable[..., Any], torch.device | torch.dtype | None] = {
+    getattr(torch.Tensor, name): target for name, target in _TARGETS.items()
+}
 
 
 class GuardedParameter(nn.Parameter):
@@ -206,15 +215,18 @@ def _guarded_in(tree: Any) -> list[GuardedParameter]:
 def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **kwargs: Any) -> Any:
     """``.to()`` and its kin: nothing to do, or a refusal."""
     target = _CASTS[func]
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
     with torch._C.DisableTorchFunctionSubclass():
         if func is torch.Tensor.to:
             if args and isinstance(args[0], torch.Tensor):
                 args = (args[0].device, args[0].dtype)
             kwargs.pop("copy", None)
             device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        elif isinstance(target, torch.device):
+            device = target
         else:
-            device = target if isinstance(target, torch.device) else None
-            dtype = target if isinstance(target, torch.dtype) else None
+            dtype = target
         same_device = device is None or torch.device(device).type == parameter.device.type
         if same_device and dtype in (None, parameter.dtype):
             return parameter

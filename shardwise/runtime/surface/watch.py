@@ -104,7 +104,7 @@ class _Resident:
 
 def _refuse_casts(runtime: "Runtime", module: nn.Module) -> None:
     """``.to()``, ``.half()`` and their kin go through ``_apply``: refused before they begin."""
-    apply = module._apply
+    apply: Callable[..., nn.Module] = module._apply
 
     def checked(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         kinds = {(p.dtype, p.device): p for p in module.parameters()}

@@ -1,0 +1,165 @@
+"""What each unit holds on a rank, and the operations by which that changes.
+
+Pure Python beside the memory itself: each function here changes what is held and returns the
+operations that make it so. When, is for ``order.py`` to say.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwise.plans.ops import Kind, Op, Phase, Place
+from shardwise.plans.schedule import UnitOps
+from shardwise.plans.walk import Hold, Walk
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What a unit holds on this rank, and for whom."""
+
+    index: int
+    ops: UnitOps
+    full: bool
+    """The full buffer has values, or they are on their way."""
+    external: bool
+    """Parameters are read outside their module's forward: gathered for whole passes."""
+    kept: bool = False
+    """The kept rung has current values."""
+    fetched: bool = False
+    """P's shard was fetched, and not gathered yet."""
+    leases: int = 0
+    """Claims of the order: gathers that were issued and not given up."""
+    hold: Hold | None = None
+    """This rank's own claim, while it uses the unit."""
+    busy: bool = False
+    """Whether calls of the unit run, or are in backward; ``runtime/uses.py`` knows which."""
+    source: int | None = None
+    """The rung that the gathers of the current pass start from; None: P's."""
+
+    def gather(self, *, exact: bool = False) -> list[Op]:
+        """Brings values to the full buffer, from the rung that the pass starts from."""
+        ops = self.ops.gather(None if exact else self.source, exact=exact)
+        if self.fetched:
+            ops = tuple([op for op in ops if op.kind is not Kind.FETCH])
+        self.full, self.fetched = True, False
+        return list(ops)
+
+    def fetch(self) -> list[Op]:
+        """Brings P's shard from its tier, ahead of the gather; nothing where it goes right to the
+        full buffer, whose memory is not there yet."""
+        if self.full or self.fetched:
+            return []
+        found = [op for op in self.ops.gather(self.source) if op.target is Place.SHARD]
+        self.fetched = bool(found)
+        return found
+
+    def keep(self) -> list[Op]:
+        self.kept = True
+        return [self.ops.keep]
+
+    def free(self) -> list[Op]:
+        if not self.full or not self.ops.travels:
+            return []
+        self.full = False
+        return [self.ops.free]
+
+    def drop_kept(self) -> list[Op]:
+        if not self.kept:
+            return []
+        self.kept = False
+        return [self.ops.drop(Place.KEPT)]
+
+    def discard(self) -> list[Op]:
+        """Drops what was fetched and not gathered."""
+        if not self.fetched:
+            return []
+        self.fetched = False
+        return [self.ops.drop(Place.SHARD)]
+
+    def fix_source(self) -> None:
+        """From now on gathers start from the rung that is held now."""
+        self.source = self.ops.kept_rung if self.kept else None
+
+
+class Holdings:
+    """What all units of a model hold, and how claims on them end."""
+
+    def __init__(self, units: Sequence[UnitOps], keep_until: str) -> None:
+        self.units = [
+            Held(index, ops, full=not ops.travels, external=ops.encloses)
+            for index, ops in enumerate(units)
+        ]
+        self.in_backward = False
+        self.backward_walk: Walk | None = None
+        self.phase = Phase.ONLY
+        """Of the current pass."""
+        self.opened = 0
+        """How many ``full_params`` are open: then everything stays."""
+        self._keep_until = keep_until
+
+    def open(self, unit: int) -> list[Op]:
+        """A unit's values for people: gathered whatever the order says, and exactly."""
+        held = self.units[unit]
+        return [] if held.full else held.gather(exact=True)
+
+    def close(self, unit: int) -> list[Op]:
+        return self.units[unit].free()
+
+    def changed(self, unit: int) -> list[Op]:
+        """A unit's values change: what is kept and what was fetched is stale."""
+        held = self.units[unit]
+        return held.drop_kept() + held.discard()
+
+    def release_all(self) -> list[Op]:
+        """Before values change: no gathered copy of the old ones stays."""
+        ops: list[Op] = []
+        for held in self.units:
+            held.hold, held.leases, held.busy = None, 0, False
+            ops += held.free() + held.discard()
+        return ops
+
+    # --- the end of claims ------------------------------------------------------------------------
+
+    @property
+    def keeps_on(self) -> bool:
+        """Whether what is kept outlives the current backward."""
+        return self._keep_until == "step" and not self.phase.synchronises
+
+    def give_back(self, held: Held) -> list[Op]:
+        """Ends this rank's use of a unit; it is freed when no claim is left."""
+        if held.busy or held.external or held.hold is None:
+            return []
+        last, held.hold = held.hold.last, None
+        return self.give_up([held.index]) if last else []
+
+    def give_up(self, units: Iterable[int]) -> list[Op]:
+        ops: list[Op] = []
+        for index in units:
+            held = self.units[index]
+            held.leases = max(0, held.leases - 1)
+            if held.leases == 0 and not held.busy:
+                ops += self._free(held)
+        return ops
+
+    def _free(self, held: Held) -> list[Op]:
+        if not held.full or self.opened or not held.ops.travels:
+            return []
+        if self.in_backward:
+            ops = held.free()
+            comes_again = self.backward_walk and self.backward_walk.comes_again(held.index)
+            if not self.keeps_on and not comes_again:
+                ops += held.drop_kept()
+            return ops
+        kept = held.ops.kept_rung
+        if self.phase is not Phase.EVAL and kept == 0:
+            return []
+        if self.phase is Phase.EVAL or kept is None or held.kept:
+            return held.free()
+        return held.keep() + held.free()
+
+    def release_external(self) -> list[Op]:
+        ops: list[Op] = []
+        for held in self.units:
+            if held.external and not held.busy:
+                held.leases = 0
+                ops += [] if self.opened else held.free()
+        return ops

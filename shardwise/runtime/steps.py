@@ -1,0 +1,72 @@
+"""Whose step it is: the optimizers of a model, and what backward has updated before they step."""
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from torch.optim import Optimizer
+
+from shardwise.core.errors import UsageError
+from shardwise.core.ticket import DONE, Chained, Ticket
+from shardwise.plans.ops import Op
+from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.surface.face import shown_state
+from shardwise.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from shardwise.runtime.optimizer.takeover import OptimizerTakeover
+    from shardwise.runtime.runtime import Runtime
+
+
+class Steps:
+    """The optimizers that were taken over for one model."""
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
+        self.optimizers: WeakKeyDictionary[Optimizer, ref[OptimizerTakeover]] = WeakKeyDictionary()
+        """Those that were taken over, and by whom."""
+        self.half_updated = False
+        """Whether any rank's last backward has updated units, and no step followed."""
+
+    def state_of(self, optimizer: Optimizer, slot: ParamSlot) -> dict[str, Any]:
+        """What an optimizer keeps for this rank's shard of a parameter."""
+        found = self.optimizers.get(optimizer)
+        takeover = found() if found is not None else None
+        return takeover.state_of(slot) if takeover else shown_state(optimizer, slot)
+
+    def update_early(self, unit: Unit, op: Op, reduced: list[Ticket]) -> list[Ticket]:
+        """Begins the update of a unit whose last gradients of this step are being reduced."""
+        moving = [takeover for takeover in self._takeovers() if takeover.moves(unit)]
+        ready = Chained(DONE, reduced)
+        found: list[Ticket] = []
+
+        def update(unit: Unit) -> Ticket:
+            found.extend(takeover.update_in_backward(unit, ready) for takeover in moving)
+            return Chained(DONE, found)
+
+        if moving:
+            self._runtime.executor.update = update
+            self._runtime.executor.perform(op)
+        return found
+
+    @property
+    def updated(self) -> set[Unit]:
+        """Units that the last backward updated, and whose optimizer has not stepped since."""
+        return {unit for takeover in self._takeovers() for unit in takeover.updated}
+
+    def stepped(self) -> None:
+        """An optimizer has stepped, or forgets that it should."""
+        self.half_updated = bool(self.updated)
+
+    def require(self, what: str) -> None:
+        """Raises if some units have new values already and others still the old ones."""
+        if self.half_updated or self.updated:
+            raise UsageError(
+                f"{what} cannot run now: the last backward has updated units (tiers.update = "
+                "'backward' in the plan), and no optimizer.step() followed. Call it after every "
+                "backward outside no_sync; if that failed, load a checkpoint, the optimizer's "
+                "state first."
+            )
+
+    def _takeovers(self) -> list["OptimizerTakeover"]:
+        found = (takeover() for takeover in self.optimizers.values())
+        return [takeover for takeover in found if takeover is not None]
