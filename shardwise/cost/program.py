@@ -33,8 +33,10 @@ _COMPUTED = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_RECOMPUTE: "recom
 """What a unit computes after a trigger, beside its backward."""
 _ROOT_COMPUTED = {Trigger.AFTER_FORWARD: "forward"}
 """The root's own modules, the head and the loss above all, compute when the others have."""
-_VALUES = (Kind.FETCH, Kind.GATHER, Kind.REFRESH, Kind.LOAD)
+_VALUES = (Kind.FETCH, Kind.GATHER, Kind.REFRESH)
 """What a unit waits for before it computes."""
+_AGAIN = (*_VALUES, Kind.LOAD)
+"""The same before it is recomputed."""
 _REDUCES = (Kind.REDUCE, Kind.REPLICATE, Kind.STORE)
 _FREE = (Kind.FREE, Kind.DROP)
 
@@ -81,7 +83,8 @@ class Program:
         if self._due is not None and not self._comes_first(event):
             yield self._compute("backward", self._due)
             self._due = None
-        yield from self._finish(event)
+        if event.finish or event.trigger is Trigger.END_BACKWARD:
+            yield from self._finish(event)
         if event.trigger is Trigger.STEP:
             yield from self._updates.of_all_in_memory(event.ops)
         for op in event.ops:
@@ -89,7 +92,8 @@ class Program:
         if event.trigger is Trigger.GRADS_READY:
             self._begin_reduction(event)
         if event.wait is not None:
-            yield from self._wait(event.wait, _VALUES)
+            recomputes = event.trigger is Trigger.BEFORE_RECOMPUTE
+            yield from self._wait(event.wait, _AGAIN if recomputes else _VALUES)
         if event.trigger is Trigger.STEP and self._habits.waits:
             for name in self._units:
                 yield from self._wait(name, (Kind.REFRESH,))
