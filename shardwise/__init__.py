@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         shard,
         state_dict,
         stats,
-        trace,
         unshard,
     )
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
@@ -35,11 +34,12 @@ if TYPE_CHECKING:
     from shardwise.probing.probe import probe
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
+    from shardwise.tracing import trace
 
 _HOMES = {
     "shardwise.api": (
         "clip_grad_norm_ export full_grads full_params load_pretrained no_sync optim_state_dict "
-        "set_grad_divisor shard state_dict stats trace unshard"
+        "set_grad_divisor shard state_dict stats unshard"
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
@@ -49,6 +49,7 @@ _HOMES = {
     "shardwise.probing.probe": "probe",
     "shardwise.tier.budget": "BudgetError",
     "shardwise.tier.store": "TierError",
+    "shardwise.tracing": "trace",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -19,7 +19,6 @@ from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
 from shardwise.core.errors import UsageError
 from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
-from shardwise.core.trace import Trace, recording
 from shardwise.model.units import find_units, spec_of
 from shardwise.plans.auto import Auto
 from shardwise.plans.file import load_plan
@@ -365,24 +364,6 @@ def set_grad_divisor(model: nn.Module, divisor: float) -> None:
             "ranks."
         )
     runtime_of(model).executor.divisor = float(divisor)
-
-
-@contextmanager
-def trace(path: str | PathLike[str]) -> Iterator[None]:
-    """Records what this rank does inside, in a file that Perfetto and Chrome's tracing open.
-
-    There are tracks for forward and backward of units, gathers and refreshes, reductions, updates,
-    and each thread that reads or writes a disk. With several ranks give each a path of its own.
-
-    >>> import tempfile, torch, shardwise as sw
-    >>> model = sw.shard(torch.nn.Linear(4, 2))
-    >>> with sw.trace(f"{tempfile.mkdtemp()}/step.json"):
-    ...     model(torch.ones(1, 4)).sum().backward()
-    """
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    with recording(Trace()) as recorded:
-        yield
-    recorded.save(path, rank=rank)
 
 
 def stats(model: nn.Module) -> dict[str, Any]:

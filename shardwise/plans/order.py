@@ -68,6 +68,7 @@ class Issuer(Holdings):
         """Reductions that were issued and not finished."""
         self._prefetch = prefetch
         self._travels = any(unit.travels for unit in units)
+        self._fetches = any(unit.plan.params.tier != "device" for unit in units)
         self._rules: dict[Trigger, Callable[[Held], Issue]] = {
             Trigger.BEFORE_FORWARD: self._use,
             Trigger.BEFORE_BACKWARD: self._use,
@@ -279,8 +280,9 @@ class Issuer(Holdings):
 
     def _fetch_beyond(self, walk: Walk) -> list[Op]:
         ops: list[Op] = []
-        for index in walk.beyond(self._prefetch):
-            ops += self.units[index].fetch()
+        if self._fetches:
+            for index in walk.beyond(self._prefetch):
+                ops += self.units[index].fetch()
         return ops
 
     def _issue_all(self, units: Iterable[int]) -> list[Op]:

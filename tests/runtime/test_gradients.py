@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.core.errors import UsageError
 from shardwise.plans.plan import Override, Plan
-from shardwise.runtime.surface import access
+from shardwise.runtime.surface import norms
 from tests.models import largest_difference
 from tests.runtime.support import spreads
 from tests.runtime.training import FEW, PLANS, Job, compare, each_plan, plain_job
@@ -80,7 +80,7 @@ def check_foreach() -> None:
                 # Of replicas only the first one counts its part.
                 assert set(called) in [{*kernels}, {*kernels} - {"_foreach_norm"}], name
                 expected *= 0.9
-            patch.setattr(access, "_device_has_foreach_support", lambda device: False)
+            patch.setattr(norms, "_device_has_foreach_support", lambda device: False)
             with pytest.raises(UsageError, match=r"foreach=True.*cpu.*foreach=False"):
                 clips(foreach=True)
             called.clear()

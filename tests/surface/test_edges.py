@@ -31,8 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     # What users call: these wire the packages together.
     "planning": {"core", "cost", "model", "planner", "plans"},
     "auto": {"comm", "core", "cost", "model", "planner", "plans", "probing", "runtime"},
+    "tracing": {"core"},
     "api": {"auto", "checkpoint", "comm", "core", "model", "plans", "runtime", "tier"},
-    "__init__": {"api", "auto", "core", "model", "planning", "plans", "probing", "tier"},
+    "__init__": {"api", "auto", "core", "model", "planning", "plans", "probing", "tier", "tracing"},
     # Programs on top of it.
     "train": {"__init__", "api", "auto", "core", "model", "planner", "plans"},
     "bench": {

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
@@ -62,3 +63,20 @@ def fused_options(
     if len({state.get("momentum_buffer") is None for state in moving}) > 1:
         return {}  # fused SGD cannot begin some momentum buffers while it continues others
     return {"fused": True}
+
+
+def step_on(optimizer: Optimizer, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
+    """The optimizer steps with pieces in its groups; no hook of anybody runs."""
+    saved = []
+    for group in optimizer.param_groups:
+        chosen = [pieces[p] for p in group["params"] if p in pieces]
+        options = fused_options(group, chosen, [optimizer.state.get(p, {}) for p in chosen])
+        before = {key: group[key] for key in ("params", *options)}
+        saved.append((group, before))
+        group.update(options, params=chosen)
+    try:
+        with torch.no_grad():
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    finally:
+        for group, before in saved:
+            group.update(before)

@@ -17,7 +17,6 @@ Windows are updated in the optimizer's step, or beside backward: see [Note: Upda
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -29,45 +28,19 @@ from shardwise.comm.lane import HOST, wait_on_host
 from shardwise.core.errors import UsageError
 from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
-from shardwise.core.topology import Interval
 from shardwise.core.trace import span
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.optimizer.at_rest import StatesAtRest, is_per_element
-from shardwise.runtime.optimizer.kinds import fused_options
+from shardwise.runtime.optimizer.kinds import step_on
+from shardwise.runtime.optimizer.window import Window, windows_of
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import State
 from shardwise.runtime.unit import Unit
 from shardwise.tier.memory import trim_heap
-from shardwise.tier.rest import Loan
 
 _GROUPS = threading.Lock()
 """Held while an optimizer's groups list pieces: two sharded models may share it."""
-
-
-@dataclass
-class _Window:
-    """A run of elements of one flat, with what is lent of it while it is in memory."""
-
-    unit: Unit
-    flat: Flat
-    place: Interval
-    slots: list[ParamSlot]
-    master: Loan | None = None
-    grad: Loan | None = None
-    states: dict[str, Loan] = field(default_factory=dict)
-
-    @property
-    def inside(self) -> tuple[int, int]:
-        """Where it begins and ends in the flat's optimizer part."""
-        start = self.place.start - self.flat.optim_at.start
-        return start, start + self.place.numel
-
-    def of(self, slot: ParamSlot, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter's elements; those of a scalar have its shape."""
-        part = slot.of(tensor, self.place)
-        assert part is not None
-        return part.view(()) if slot.spec.param.shape == () else part
 
 
 class WindowedUpdate:
@@ -79,8 +52,8 @@ class WindowedUpdate:
         self.states = StatesAtRest(optimizer)
         self.meters: dict[str, Meter] = {}
         """What each unit's update moves, by its name: windows are read before their turn."""
-        self._queue: deque[_Window] = deque()
-        self._coming: _Window | None = None
+        self._queue: deque[Window] = deque()
+        self._coming: Window | None = None
         self._members: set[nn.Parameter] = set()
         self._before: dict[ParamSlot, State] = {}
         """The numbers as they were before the step that is under way."""
@@ -154,10 +127,10 @@ class WindowedUpdate:
         try:
             windows = list(self._windows([unit]))
             if windows:
-                self._lend_states(windows[0])  # which need not wait
+                windows[0].lend_states(self.states)  # which need not wait
             wait_on_host(reduced, device)
             if windows:
-                self._lend_grad(windows[0])
+                windows[0].lend_grad()
             for window, following in zip_longest(windows, windows[1:]):
                 if following is not None:
                     self._load(following)
@@ -192,48 +165,28 @@ class WindowedUpdate:
     def _moves(self, slot: ParamSlot) -> bool:
         return (slot.has_grad or slot.used) and slot.face.parameter in self._members
 
-    def _update(self, window: _Window) -> None:
+    def _update(self, window: Window) -> None:
         unit = window.unit
         with span("update", f"update {unit.name}"), _GROUPS:
             self._step(window)
-        self._give_back(window, updates_params=not unit.ops.sends_differences)
+        window.give_back(updates_params=not unit.ops.sends_differences)
 
-    def _windows(self, units: Iterable[Unit]) -> Iterator[_Window]:
+    def _windows(self, units: Iterable[Unit]) -> Iterator[Window]:
+        size = self._runtime.plan.tiers.window_numel
         for unit in units:
             for flat in unit.trained:
                 if flat.updates_in_windows:
-                    yield from self._windows_of(unit, flat)
+                    moving = [slot for slot in flat.slots if self._moves(slot)]
+                    yield from windows_of(unit, flat, moving, size)
 
-    def _windows_of(self, unit: Unit, flat: Flat) -> Iterator[_Window]:
-        moving = [slot for slot in flat.slots if self._moves(slot)]
-        size = self._runtime.plan.tiers.window_numel
-        for start in range(flat.optim_at.start, flat.optim_at.stop, size):
-            place = Interval(start, min(start + size, flat.optim_at.stop))
-            # Also those of padding alone, so that all ranks move the bytes that were planned.
-            slots = [slot for slot in moving if slot.spec.interval.intersect(place).numel]
-            if moving:
-                yield _Window(unit, flat, place, slots)
-
-    def _load(self, window: _Window) -> _Window:
+    def _load(self, window: Window) -> Window:
         """Begins to read all that an update needs."""
         with counting(self.meters.get(window.unit.name) or THREAD.meter):
-            self._lend_grad(window)
-            self._lend_states(window)
+            window.lend_grad()
+            window.lend_states(self.states)
         return window
 
-    def _lend_grad(self, window: _Window) -> None:
-        assert window.flat.grads.summed is not None
-        window.grad = window.flat.grads.summed.lend(*window.inside)
-
-    def _lend_states(self, window: _Window) -> None:
-        flat, (start, stop) = window.flat, window.inside
-        assert flat.params.master is not None
-        window.master = flat.params.master.lend(start, stop)
-        if not window.slots or any(slot in self.states.numbers for slot in window.slots):
-            rests = self.states.rests.get(flat, {})
-            window.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
-
-    def _step(self, window: _Window) -> None:
+    def _step(self, window: Window) -> None:
         """The optimizer's own step, on the pieces of a window."""
         assert window.master is not None
         assert window.grad is not None
@@ -251,14 +204,14 @@ class WindowedUpdate:
             if slot in self._before:
                 self._optimizer.state[piece] = self._state_of_piece(window, slot)
         if pieces:
-            self._run(pieces)
+            step_on(self._optimizer, pieces)
         is_first = any(slot not in self._before for slot in window.slots)
         for slot in window.slots:
             self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))
         if is_first:
             trim_heap()  # of the states that the optimizer made, and that rest elsewhere now
 
-    def _state_of_piece(self, window: _Window, slot: ParamSlot) -> State:
+    def _state_of_piece(self, window: Window, slot: ParamSlot) -> State:
         numbers = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in self._before[slot].items()
@@ -267,24 +220,7 @@ class WindowedUpdate:
             key: window.of(slot, window.states[key].tensor) for key in self.states.tensors[slot]
         }
 
-    def _run(self, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
-        """The optimizer steps with pieces in its groups; no hook of anybody runs."""
-        optimizer = self._optimizer
-        saved = []
-        for group in optimizer.param_groups:
-            chosen = [pieces[p] for p in group["params"] if p in pieces]
-            options = fused_options(group, chosen, [optimizer.state.get(p, {}) for p in chosen])
-            before = {key: group[key] for key in ("params", *options)}
-            saved.append((group, before))
-            group.update(options, params=chosen)
-        try:
-            with torch.no_grad():
-                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        finally:
-            for group, before in saved:
-                group.update(before)
-
-    def _keep(self, window: _Window, slot: ParamSlot, state: State) -> None:
+    def _keep(self, window: Window, slot: ParamSlot, state: State) -> None:
         """Takes what the optimizer keeps for a piece: numbers here, tensors to where they rest."""
         start, stop = window.inside
         shape = window.of(slot, window.master.tensor).shape  # type: ignore[union-attr]
@@ -302,20 +238,6 @@ class WindowedUpdate:
                 place.copy_(value)
         self.states.show(slot)
 
-    def _give_back(self, window: _Window, *, updates_params: bool) -> None:
-        flat, (start, stop) = window.flat, window.inside
-        assert window.master is not None
-        assert window.grad is not None
-        if flat.has_master and updates_params:
-            first = flat.own.start + start
-            copy = flat.params.shard.lend(first, first + stop - start, reads=False)
-            copy.tensor.copy_(window.master.tensor)
-            copy.give_back(changed=True)
-        window.grad.give_back(changed=False)
-        window.master.give_back(changed=True)
-        for loan in window.states.values():
-            loan.give_back(changed=True)
-
     # --- before the first step ------------------------------------------------------------------
 
     def reserve(self) -> None:
@@ -331,7 +253,7 @@ class WindowedUpdate:
             like = slots[0].flat
             probe = nn.Parameter(torch.zeros(2, dtype=like.dtypes.master))
             probe.grad = torch.zeros_like(probe)
-            self._run({slots[0].face.parameter: probe})
+            step_on(self._optimizer, {slots[0].face.parameter: probe})
             for key, value in self._optimizer.state.pop(probe, {}).items():
                 if is_per_element(value, probe.shape):
                     for slot in slots:

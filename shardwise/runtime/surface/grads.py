@@ -16,8 +16,8 @@ import torch
 from shardwise.core.errors import UsageError
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.slot import ParamSlot
-from shardwise.runtime.surface import guard
 from shardwise.runtime.surface.face import Face
+from shardwise.runtime.surface.guarded_grad import GuardedGrad
 from shardwise.tier.rest import Resident
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _show(slots: list[ParamSlot]) -> None:
 
 
 def _guard(face: Face) -> torch.Tensor:
-    face.guarded = guard.GuardedGrad.make(face.parameter, face)
+    face.guarded = GuardedGrad.make(face.parameter, face)
     return face.guarded
 
 
@@ -151,7 +151,7 @@ def _forget(slots: list[ParamSlot]) -> None:
 
 def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
     """The user assigned a full gradient, alike on all ranks: this rank takes its part."""
-    if isinstance(grad, guard.GuardedGrad):
+    if isinstance(grad, GuardedGrad):
         raise UsageError(f"'{slot.name}' was given the gradient of another parameter.")
     flat = slot.flat
     if not flat.grads.has_sums:

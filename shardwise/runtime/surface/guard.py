@@ -1,17 +1,14 @@
-"""Parameters and gradients that are not gathered: true metadata, no values.
+"""Parameters that are not gathered: true metadata, no values.
 
-While a parameter rests in parts, the same ``nn.Parameter`` object has its class flipped to a
+While a parameter rests as shards, the same ``nn.Parameter`` object has its class flipped to a
 guarded subclass. Metadata and hooks go through; everything that would read values waits for a
 refresh, gathers on demand inside forward and backward, or raises an error that says what to do.
-A guarded gradient is a tensor of the parameter's shape whose in-place arithmetic acts on the part
-that this rank owns.
 """
 
 # ruff: noqa: SIM905 - long lists of names read better as one text
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -35,32 +32,12 @@ class ParamOwner(Protocol):
         """Overwrites the parameter with a full value that all ranks pass alike."""
 
 
-class GradOwner(Protocol):
-    """What a guarded gradient asks of its owner."""
-
-    name: str
-
-    @property
-    def slots(self) -> Sequence[Any]:
-        """Where the gradient is: ``grads.open`` of a slot's flat brings it into memory."""
-        ...
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype that the gradient rests in."""
-        ...
-
-    def highest(self, flag: Tensor) -> Tensor:
-        """The maximum of a value over all ranks; collective."""
-        ...
-
-
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Weak on both sides: an owner holds its parameter, and would keep it here for ever."""
 
 
-def _owner_of(tensor: Tensor) -> Any:
-    owner = _owners[tensor]()
+def owner_of(tensor: Tensor) -> Any:
+    owner = OWNERS[tensor]()
     if owner is None:
         raise UsageError(
             f"A parameter of shape {tuple(tensor.shape)} rested in parts, and its sharded model is "
@@ -101,7 +78,7 @@ def _metadata() -> set[Callable[..., Any]]:
     return allowed
 
 
-_METADATA = _metadata()
+METADATA = _metadata()
 _TARGETS: dict[str, torch.device | torch.dtype | None] = {
     "to": None,
     "cpu": torch.device("cpu"),
@@ -123,19 +100,19 @@ class GuardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], cls):
             return special(func, *args, **kwargs)
         for parameter in _guarded_in((args, kwargs)):
             if parameter.__class__ is cls:  # an earlier access may have gathered this one, too
-                _owner_of(parameter).access(getattr(func, "__name__", str(func)))
+                owner_of(parameter).access(getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
-            f"Parameter {_owner_of(self).name!r} of shape {tuple(self.shape)}, {self.dtype}, "
+            f"Parameter {owner_of(self).name!r} of shape {tuple(self.shape)}, {self.dtype}, "
             f"{self.device}: not gathered"
         )
 
@@ -143,10 +120,10 @@ class GuardedParameter(nn.Parameter):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise refuse_copy(_owner_of(self).name)
+        raise refuse_copy(owner_of(self).name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refuse_copy(_owner_of(self).name)
+        raise refuse_copy(owner_of(self).name)
 
 
 class TiledParameter(GuardedParameter):
@@ -158,7 +135,7 @@ class TiledParameter(GuardedParameter):
     ) -> Any:
         if func in _HOOKS:
             raise UsageError(
-                f"Parameter '{_owner_of(args[0]).name}' is computed in tiles, whose gradients "
+                f"Parameter '{owner_of(args[0]).name}' is computed in tiles, whose gradients "
                 f"never come together, so that '{func.__name__}' has no effect on it; raise "
                 "tiling.numel in the plan."
             )
@@ -178,11 +155,11 @@ def refuse_copy(name: str) -> UsageError:
 
 def own(parameter: nn.Parameter, owner: ParamOwner) -> None:
     """Registers who answers for a parameter while it is guarded."""
-    _owners[parameter] = weakref.ref(owner)
+    OWNERS[parameter] = weakref.ref(owner)
 
 
 def disown(parameter: nn.Parameter) -> None:
-    _owners.pop(parameter, None)
+    OWNERS.pop(parameter, None)
 
 
 def close(parameters: Iterable[nn.Parameter], *, tiled: bool = False) -> None:
@@ -234,7 +211,7 @@ def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **k
     if _readable(parameter):
         return func(parameter, *args, **kwargs)
     raise UsageError(
-        f"Parameter '{_owner_of(parameter).name}' is sharded as {current} and cannot be moved or "
+        f"Parameter '{owner_of(parameter).name}' is sharded as {current} and cannot be moved or "
         "cast: do that before shardwise.shard, or set the plan's precision."
     )
 
@@ -242,7 +219,7 @@ def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **k
 def _readable(parameter: GuardedParameter) -> bool:
     """Whether an access succeeds now (inside forward and backward it gathers)."""
     try:
-        _owner_of(parameter).access("to")
+        owner_of(parameter).access("to")
     except UsageError:
         return False
     return not isinstance(parameter, GuardedParameter)
@@ -254,7 +231,7 @@ def _copy(
     """``p.copy_(full)``: every rank takes its part; this is how load_state_dict arrives."""
     if value is not parameter:
         with torch.no_grad():
-            _owner_of(parameter).write(value.detach().expand(parameter.shape))
+            owner_of(parameter).write(value.detach().expand(parameter.shape))
     return parameter
 
 
@@ -262,7 +239,7 @@ def _set_data(func: Callable[..., Any], parameter: GuardedParameter, value: Tens
     if value is not parameter:
         if value.shape != parameter.shape:
             raise UsageError(
-                f"Parameter '{_owner_of(parameter).name}' is sharded with shape "
+                f"Parameter '{owner_of(parameter).name}' is sharded with shape "
                 f"{tuple(parameter.shape)} and cannot become {tuple(value.shape)}; "
                 "change shapes before shardwise.shard."
             )
@@ -274,7 +251,7 @@ def _set_requires_grad(
 ) -> GuardedParameter:
     if bool(value) != parameter.requires_grad:
         raise UsageError(
-            f"requires_grad of '{_owner_of(parameter).name}' cannot change while it is sharded; "
+            f"requires_grad of '{owner_of(parameter).name}' cannot change while it is sharded; "
             "freeze or unfreeze before shardwise.shard, or shardwise.unshard(model) first."
         )
     return parameter
@@ -287,118 +264,3 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.requires_grad_: _set_requires_grad,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
 }
-
-
-# --- gradients ------------------------------------------------------------------------------------
-
-
-class GuardedGrad(torch.Tensor):
-    """A gradient that is reduced and rests in parts. See the module's docstring."""
-
-    @staticmethod
-    def make(parameter: nn.Parameter, owner: GradOwner) -> "GuardedGrad":
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-            grad = nothing.expand(parameter.shape).as_subclass(GuardedGrad)
-        _owners[grad] = weakref.ref(owner)
-        return grad
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func == _GET_DTYPE:
-            # That of the accumulator, which may be wider than the parameter's: GradScaler refuses
-            # to unscale in float16, and here it does not have to.
-            return _owner_of(args[0]).grad_dtype
-        if func in _METADATA or func in _GRAD_HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _GRAD_ELEMENTWISE and _all_numbers((args[1:], kwargs)):
-            return _on_parts(func, args, kwargs)
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
-            return _unscale(*args)
-        name = next(
-            _owner_of(g).name
-            for g in torch.utils._pytree.tree_leaves((args, kwargs))
-            if isinstance(g, GuardedGrad)
-        )
-        raise UsageError(
-            f"The gradient of '{name}' rests in parts on several ranks, so "
-            f"'{getattr(func, '__name__', func)}' cannot read it: use shardwise.clip_grad_norm_, "
-            "or shardwise.full_grads(model) for its values."
-        )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Gradient of {_owner_of(self).name!r}, shape {tuple(self.shape)}: not gathered"
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise refuse_copy(f"gradient of {_owner_of(self).name}")
-
-
-_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_GRAD_HARMLESS = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
-_GRAD_ELEMENTWISE = {
-    getattr(torch.Tensor, name) for name in "mul_ div_ zero_ clamp_ nan_to_num_ neg_".split()
-} | {
-    getattr(torch, name)
-    for name in "_foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_clamp_min_ "
-    "_foreach_clamp_max_ _foreach_neg_".split()
-}
-
-
-def _all_numbers(operands: Any) -> bool:
-    """Whether the other operands mean the same for every part of a gradient."""
-    return not any(
-        isinstance(x, torch.Tensor) and x.dim() > 0
-        for x in torch.utils._pytree.tree_leaves(operands)
-    ) and not any(isinstance(x, (list, tuple)) for x in operands[0])
-
-
-def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Element-wise in-place arithmetic on gradients, done on the parts that this rank owns."""
-    target = args[0]
-    many = isinstance(target, (list, tuple))
-    with torch.no_grad():
-        for parts in _parts(target if many else [target]):
-            if many:
-                func(parts, *args[1:], **kwargs)
-                continue
-            for part in parts:
-                func(part, *args[1:], **kwargs)
-    return None if many else target
-
-
-def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The memory behind gradients: what this rank has of the guarded ones, the others whole.
-
-    All that is in memory anyway comes at once; what rests on a disk comes flat by flat.
-    """
-    homes: dict[Any, list[Any]] = {}
-    whole: list[Tensor] = []
-    for grad in grads:
-        if isinstance(grad, GuardedGrad):
-            for slot in _owner_of(grad).slots:
-                slot.require_unspent()
-                homes.setdefault(slot.flat, []).append(slot)
-        else:
-            whole.append(grad)
-    with ExitStack() as stack:
-        for home in [home for home in homes if home.grads.is_resident]:
-            opened = stack.enter_context(home.grads.open(writes=True))
-            whole += [part for slot in homes.pop(home) for part in opened.of(slot)]
-        if whole:
-            yield whole
-    for home, slots in homes.items():
-        with home.grads.open(writes=True) as opened:
-            if parts := [part for slot in slots for part in opened.of(slot)]:
-                yield parts
-
-
-def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's check: an overflow on any rank is one on all."""
-    for parts in _parts(grads):
-        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
-    owner = next(_owner_of(g) for g in grads if isinstance(g, GuardedGrad))
-    found_inf.copy_(owner.highest(found_inf).view(found_inf.shape))

@@ -1,0 +1,76 @@
+"""One window: a run of elements of an optimizer shard, with what is lent of it while in memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.core.topology import Interval
+from shardwise.runtime.flat import Flat
+from shardwise.runtime.optimizer.at_rest import StatesAtRest
+from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.unit import Unit
+from shardwise.tier.rest import Loan
+
+
+@dataclass
+class Window:
+    """A run of elements of one flat, with what is lent of it while it is in memory."""
+
+    unit: Unit
+    flat: Flat
+    place: Interval
+    slots: list[ParamSlot]
+    master: Loan | None = None
+    grad: Loan | None = None
+    states: dict[str, Loan] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> tuple[int, int]:
+        """Where it begins and ends in the flat's optimizer part."""
+        start = self.place.start - self.flat.optim_at.start
+        return start, start + self.place.numel
+
+    def of(self, slot: ParamSlot, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements; those of a scalar have its shape."""
+        part = slot.of(tensor, self.place)
+        assert part is not None
+        return part.view(()) if slot.spec.param.shape == () else part
+
+    def lend_grad(self) -> None:
+        assert self.flat.grads.summed is not None
+        self.grad = self.flat.grads.summed.lend(*self.inside)
+
+    def lend_states(self, states: StatesAtRest) -> None:
+        start, stop = self.inside
+        assert self.flat.params.master is not None
+        self.master = self.flat.params.master.lend(start, stop)
+        if not self.slots or any(slot in states.numbers for slot in self.slots):
+            rests = states.rests.get(self.flat, {})
+            self.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
+
+    def give_back(self, *, updates_params: bool) -> None:
+        """What changed is written back; ``updates_params``: this rank's elements of P as well."""
+        flat, (start, stop) = self.flat, self.inside
+        assert self.master is not None
+        assert self.grad is not None
+        if flat.has_master and updates_params:
+            first = flat.own.start + start
+            copy = flat.params.shard.lend(first, first + stop - start, reads=False)
+            copy.tensor.copy_(self.master.tensor)
+            copy.give_back(changed=True)
+        self.grad.give_back(changed=False)
+        self.master.give_back(changed=True)
+        for loan in self.states.values():
+            loan.give_back(changed=True)
+
+
+def windows_of(unit: Unit, flat: Flat, moving: list[ParamSlot], size: int) -> Iterator[Window]:
+    """The windows of a flat some of whose parameters are updated.
+
+    Also those of padding alone, so that all ranks move the bytes that were planned.
+    """
+    for start in range(flat.optim_at.start, flat.optim_at.stop, size) if moving else ():
+        place = Interval(start, min(start + size, flat.optim_at.stop))
+        slots = [slot for slot in moving if slot.spec.interval.intersect(place).numel]
+        yield Window(unit, flat, place, slots)
