@@ -179,13 +179,13 @@ def test_keeping_until_step_gathers_on_slow_links_once(
     ring = Ring(model, topology)
     plan = replace(presets.zero3(keep="node"), keep_until="step")
     node, outside = 4 * ring.on(0, ring.inner), 4 * ring.outside(ring.inner)
-    root = count * 4 * ring.across(ring.root)  # which goes at the end of every backward
+    root = 4 * ring.across(ring.root)
     forward, backward, *_ = sent(step_traffic(plan, model, topology, accumulate=count))
     assert forward == root + outside + count * node
     assert backward == count * node
     plan = replace(presets.zero3(keep="full"), keep_until="step")
     forward, backward, *_ = sent(step_traffic(plan, model, topology, accumulate=count))
-    assert (forward, backward) == (root + 4 * ring.across(ring.inner), 0)
+    assert (forward, backward) == (4 * ring.across(ring.all), 0)
 
 
 def test_dtypes_of_each_use() -> None:
