@@ -1,12 +1,12 @@
-"""The speed and the error of the wire formats on one core, beside a plain copy of the same memory.
+"""Speed and error of the wire formats on one core, beside a plain copy of the same memory.
 
     python benchmarks/codecs.py [--sizes 262144,16777216] [--rounds 9] [--json out.json]
 
-Gigabytes of float32 (or bfloat16) input or output a second of the thread's CPU time, which other
-processes on the machine disturb less than wall time; ``--wall`` measures that instead. All ways
-take turns in the same process, and the table shows medians. A second table has the bits an element
-takes and the relative RMS error on Gaussian values, on values with heavy tails as gradients have
-(Student's t with three degrees of freedom), and on Gaussian values around a mean of one.
+Speeds are gigabytes of float32 (or bfloat16) input or output per second of the thread's CPU time,
+which other processes disturb less than wall time; ``--wall`` measures wall time instead. All ways
+take turns in the same process, and the table shows medians. A second table has the bits per element
+and the relative RMS error of Gaussian values, of values with heavy tails like those of gradients
+(Student's t with three degrees of freedom), and of Gaussian values around a mean of one.
 """
 
 import argparse
@@ -36,7 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sizes", default="65536,1048576,16777216", help="elements, by comma")
+    parser.add_argument(
+        "--sizes", default="65536,1048576,16777216", help="elements, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--wall", action="store_true", help="wall time instead of CPU time")
     parser.add_argument("--json", type=Path, default=None)
@@ -51,18 +53,18 @@ def main() -> None:
     console = Console(width=max(100, Console().width))
     console.print(
         table(
-            "GB/s of values on one core (in brackets: relative to the copy)",
+            "GB/s of values on one core (relative to the copy)",
             [row | {verb: f"{row[verb]:.2f} ({row[verb] / row['copy']:.2f})" for verb in VERBS}
              | {"copy": f"{row['copy']:.2f}"} for row in speeds],
         )
     )  # fmt: skip
-    console.print(table("Bits an element, and relative RMS error", errors))
+    console.print(table("Bits per element, and relative RMS error", errors))
 
 
 def measure(numel: int, rounds: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
-    """Speeds at one size: a row for each dtype of the values and each format."""
+    """Speeds at one size: a row per dtype of the values and format."""
     rows: list[dict[str, Any]] = []
-    # Short calls are repeated, so that the clock's own grain does not show.
+    # Short calls are repeated, so that the clock's resolution does not matter.
     repeats = max(1, (1 << 22) // numel)
     for name, dtype in DTYPES.items():
         values = (torch.randn(numel) * 1e-3).to(dtype)

@@ -3,9 +3,9 @@
     python benchmarks/disk.py --path /mnt/nvme [--size 2GiB] [--rounds 5]
 
 The store and fio (direct, libaio, several block sizes and depths) take turns on the same file: they
-write it, read it, and do both at once, 4 bytes read for 3 written, as an optimizer step on the disk
-does. The table shows the median of the rounds, and the median of the rounds' ratios to that setting
-of fio whose median is best.
+write it, read it, and do both at once, with 4 bytes read for 3 written, like an optimizer step with
+states on the disk. The table shows the median of the rounds, and the median of the rounds' ratios
+to the setting of fio with the best median.
 """
 
 import argparse
@@ -38,7 +38,7 @@ OURS = "shardwise"
 def main() -> None:
     args = _parse()
     if shutil.which("fio") is None:
-        sys.exit("There is no fio here to compare with: install it (apt-get install fio).")
+        sys.exit("fio is not installed; install it (apt-get install fio).")
     with tempfile.TemporaryDirectory(prefix="disk-", dir=args.path) as folder:
         speeds = _measure(args, Path(folder))
     rows = [_row(job, speeds[job]) for job in JOBS]
@@ -61,8 +61,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", type=parse_bytes, default=1 << 30)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--block", type=parse_bytes, default=BLOCK_BYTES, help="of the store")
-    parser.add_argument("--window", type=parse_bytes, default=32 << 20, help="of a move")
+    parser.add_argument(
+        "--block", type=parse_bytes, default=BLOCK_BYTES, help="block size of the store"
+    )
+    parser.add_argument("--window", type=parse_bytes, default=32 << 20, help="bytes per move")
     parser.add_argument("--buffers", type=int, default=4, help="windows that move at once")
     parser.add_argument("--checksum", action="store_true")
     parser.add_argument(
@@ -73,7 +75,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Bytes a second of each job, contender and round."""
+    """Bytes per second, by job, contender and round."""
     speeds: dict[str, dict[str, list[float]]] = {job: defaultdict(list) for job in JOBS}
     contenders = [OURS, *args.fio.split(",")]
     ours = _Ours(args, folder)
@@ -82,15 +84,15 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list
             for contender in contenders:
                 run = ours.run if contender == OURS else _Fio(contender, args.size, ours.file).run
                 speed = run(job)
-                if turn:  # the first one lays the file out
+                if turn:  # the first turn lays out the file
                     speeds[job][contender].append(speed)
-        contenders.append(contenders.pop(0))  # nobody always follows the same one
+        contenders.append(contenders.pop(0))  # so that none always follows the same one
     ours.store.close()
     return speeds
 
 
 class _Ours:
-    """A store with one record, moved in windows as the runtime does."""
+    """A store with one record, moved in windows as in the runtime."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.store = NvmeStore(
@@ -98,7 +100,7 @@ class _Ours:
             block_bytes=args.block,
         )  # fmt: skip
         self.file = f"/proc/{os.getpid()}/fd/{self.store._file}"
-        """Its name for fio, so that where a file lies on the disk makes no difference."""
+        """Its name for fio, so that both use the same place on the disk."""
         self._window = args.window
         self._num_windows = args.size // args.window
         self._record = self.store.reserve(self._num_windows * args.window, "the benchmark's record")
@@ -129,7 +131,7 @@ class _Ours:
 
 
 class _Fio:
-    """One setting of fio, such as 4m:16 or 4m:1:4, on a file that is there."""
+    """One setting of fio, such as 4m:16 or 4m:1:4, on an existing file."""
 
     def __init__(self, setting: str, size: int, file: str) -> None:
         block, depth, threads = (*setting.split(":"), "1")[:3]

@@ -2,16 +2,17 @@
 
     python benchmarks/frames.py [--fsdp2]
 
-Two ranks, a model of three blocks, fully sharded, after its first steps: every call of a function
-of ours during one ``backward()`` counts, in the thread that runs it and in all that work for it.
-A newcomer who follows a gradient with a debugger passes all of the first kind.
+Two ranks, a model of three blocks, fully sharded, after its first steps: every call of one of our
+functions during one ``backward()`` counts, in the thread that runs it. That is what a newcomer
+passes who follows a gradient with a debugger.
 """
 
 import argparse
 import os
+import socket
 import sys
-import threading
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -47,24 +48,21 @@ class Model(nn.Module):
 
 
 class Counter:
-    """Counts calls of functions in files below some folders."""
+    """The files of the frames passed, of functions in files below some folders."""
 
     def __init__(self, folders: tuple[str, ...]) -> None:
         self._folders = folders
-        self.frames: dict[int, list[str]] = {}
-        """The files of the frames passed, by thread."""
+        self.files: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(self._folders):
-            self.frames.setdefault(threading.get_ident(), []).append(frame.f_code.co_filename)
+            self.files.append(frame.f_code.co_filename)
 
     def report(self, what: str) -> None:
-        mine = self.frames.get(threading.get_ident(), [])
-        everybody = sum(len(files) for files in self.frames.values())
-        changes = sum(one != other for one, other in zip(mine, mine[1:], strict=False))
+        changes = sum(one != other for one, other in pairwise(self.files))
         print(
-            f"{what}: {len(mine)} frames in {len(set(mine))} files with {changes} changes of file; "
-            f"{everybody} frames with those of lanes"
+            f"{what}: {len(self.files)} frames in {len(set(self.files))} files with {changes} "
+            "changes of file"
         )
 
 
@@ -77,7 +75,6 @@ def count(rank: int, port: str, fsdp2: bool) -> None:
     counter = Counter(shard(model))
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    threading.setprofile_all_threads(counter) if sys.version_info >= (3, 12) else None
     for step in range(4):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         if step == 3:
@@ -115,8 +112,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fsdp2", action="store_true", help="count FSDP2's frames instead")
     args = parser.parse_args()
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -2,8 +2,8 @@
 
     python benchmarks/hops.py [--ranks 4] [--numel 16000000]
 
-This is the measurement behind the choice of a link (shardwise/comm/link.py). Ways take turns in
-the same processes; the table shows the median wall time of an exchange in milliseconds.
+This measurement is the reason for the choice of a link (shardwise/comm/link.py). All ways take
+turns in the same processes; the table shows the median wall time of an exchange in milliseconds.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _work(args: argparse.Namespace) -> None:
     group, ranks, labels = dist.group.WORLD, tuple(range(world)), Labels()
     assert group is not None
     if not readable(group, ranks, rank):
-        raise SystemExit("These processes may not read each other's memory: nothing to compare.")
+        raise SystemExit("Processes may not read each other's memory here: nothing to compare.")
     links = {
         "point to point": PeerLink(group, ranks, rank, labels, 60.0),
         "peers' memory": LocalLink(group, ranks, rank, labels, 60.0),
@@ -107,7 +107,7 @@ def _work(args: argparse.Namespace) -> None:
     if rank == 0:
         args.worker.write_text(json.dumps(rows))
     dist.barrier()
-    os._exit(0)  # gloo sometimes aborts in its own teardown
+    os._exit(0)  # gloo sometimes aborts during teardown
 
 
 def _time(verb, rounds: int) -> dict[str, float]:

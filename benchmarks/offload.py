@@ -1,10 +1,10 @@
-"""A training step with the optimizer on a disk, beside DeepSpeed's; the two take turns.
+"""A training step with the optimizer states on a disk, beside DeepSpeed's; the two take turns.
 
     python benchmarks/offload.py --disk FOLDER --python PYTHON_WITH_DEEPSPEED
 
-Both train the same GPT in float32 on one rank: ZeRO-3 with AdamW's states on the disk. Each turn is
-a process of its own that builds the model anew (`wall.py`); its first step is not counted. The
-table shows the median step of each, and the median of the turns' ratios.
+Both train the same GPT in float32 on one rank: ZeRO-3 with AdamW's states on the disk. Each turn
+runs in a new process that builds the model (`wall.py`); its first step is not counted. The table
+shows the median step of each, and the median of the turns' ratios.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--disk", required=True, help="a folder on a disk")
-    parser.add_argument("--python", required=True, help="an interpreter that has DeepSpeed")
+    parser.add_argument("--python", required=True, help="a Python interpreter with DeepSpeed")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
@@ -46,12 +46,12 @@ def main() -> None:
             turns["shardwise"].append(median_step(args, "--plan", str(file)))
             peer = ("--contender", "deepspeed", "--python", args.python, "--disk", args.disk)
             turns["deepspeed"].append(median_step(args, *peer))
-            print(f"turn {turn + 1} of {args.turns} is over", file=sys.stderr)
+            print(f"turn {turn + 1} of {args.turns} is done", file=sys.stderr)
     if args.json:
         print(json.dumps(turns))
         return
     for name, seconds in turns.items():
-        print(f"{name:<12}{statistics.median(seconds):8.2f} s a step")
+        print(f"{name:<12}{statistics.median(seconds):8.2f} s per step")
     ratios = [theirs / ours for ours, theirs in zip(*turns.values(), strict=True)]
     print(f"deepspeed / shardwise: {statistics.median(ratios):.2f}")
 

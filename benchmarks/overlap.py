@@ -1,11 +1,11 @@
-"""What overlap buys: steps with every state on a disk, with it and without, in turns.
+"""The gain of overlap: steps with every state on a disk, with and without overlap, in turns.
 
     python benchmarks/overlap.py --disk FOLDER                 # reads ahead of their use
     python benchmarks/overlap.py --disk FOLDER --of update     # updates beside backward
     python benchmarks/overlap.py --disk FOLDER --batch 4 --trace step.json    # open it in Perfetto
 
-One rank. Both models live in the same process and take turns, so that a noisy machine is noisy for
-both; the table shows medians and the median of the rounds' ratios.
+One rank. Both models are in the same process and take turns, so that a noisy machine affects both
+alike; the table shows medians and the median of the rounds' ratios.
 """
 
 import argparse
@@ -30,13 +30,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--disk", required=True, help="a folder on a disk")
-    parser.add_argument("--of", choices=MEASURED, default="prefetch", help="what overlaps, or not")
+    parser.add_argument(
+        "--of", choices=MEASURED, default="prefetch", help="which overlap to compare"
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", default="1,2,4,8", help="sequences a step, separated by commas")
+    parser.add_argument(
+        "--batch", default="1,2,4,8", help="sequences per step, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--trace", help="write one step with overlap as a trace")
+    parser.add_argument("--trace", help="write a trace of one step with overlap")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     models = {name: build(args, plan) for name, plan in plans(args).items()}
@@ -76,7 +80,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch: int) -> dic
     for turn in range(args.rounds + 1):
         for name, trained in models.items():
             seconds = run(trained, args, batch)
-            if turn:  # the first one warms up, and records the order
+            if turn:  # the first turn warms up, and records the order
                 times[name].append(seconds)
     pairs = zip(times["without"], times["with"], strict=True)
     return {
@@ -87,7 +91,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch: int) -> dic
 
 
 def run(trained: Any, args: argparse.Namespace, batch: int) -> float:
-    """One step; returns the time of what the overlap is about."""
+    """One step; returns the time of the part that overlap affects."""
     model, optimizer = trained
     tokens = torch.randint(256, (batch, args.seq + 1), generator=torch.Generator().manual_seed(0))
     begin = time.perf_counter()

@@ -1,13 +1,13 @@
-"""The simulator against what three papers published of their own clusters.
+"""The simulator against the figures of three papers, measured on their own clusters.
 
     python benchmarks/papers.py                         # half a minute: groups A, B and C
-    python benchmarks/papers.py --groups D              # what the joint space buys: about a minute
+    python benchmarks/papers.py --groups D              # the joint space: about a minute
     python benchmarks/papers.py --groups A,B,C,D --markdown --main   # the tables of docs/papers.md
 
-Speeds are the catalogue's, which cites them; models, batches and placements are the papers' setups,
-and where these could not be read a row or a group says what was assumed. Nothing is fitted to a
-result. Where DeepSpeed ran, two bounds are shown: transfers hidden as well as here, and gathers not
-hidden at all (``prefetch=0``), because how far it hides them is not published.
+Speeds come from the catalogue, which cites them; models, batches and placements are those of the
+papers, and if they could not be read, a row or a group states the assumption. Nothing is fitted to
+results. For DeepSpeed two bounds are shown, because how far it hides transfers is not published:
+transfers hidden as in shardwise, and gathers not hidden at all (``prefetch=0``).
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--groups", default="A,B,C", help="beginnings of their keys")
+    parser.add_argument("--groups", default="A,B,C", help="prefixes of their keys")
     parser.add_argument("--main", action="store_true", help="only the main rows")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
@@ -51,7 +51,7 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     for group, rows in found.items():
-        # A summary is of all rows, whichever are shown.
+        # The summary covers all rows, even if only some are shown.
         shown = [row for row in rows if row.main or not args.main]
         (_print_markdown if args.markdown else _print)(group, shown, _summary(rows))
 
@@ -88,7 +88,7 @@ def _print_markdown(group: Group, rows: list[Row], summary: str) -> None:
 
 
 def _summary(rows: list[Row]) -> str:
-    """Of each unit for itself."""
+    """The mean ratio of each unit."""
     found = []
     for unit in dict.fromkeys(row.unit for row in rows):
         ratios = [row.ratio for row in rows if row.ratio and row.unit == unit]

@@ -3,10 +3,10 @@
     python benchmarks/planner.py                        # over two hours: two grids, four rates
     python benchmarks/planner.py --grids 2x2 --rates 200mbit --rounds 1
     python benchmarks/planner.py --memory               # peak memory instead of time
-    python benchmarks/planner.py --predict              # the same turns, predicted anew: no root
+    python benchmarks/planner.py --predict              # new predictions of the same turns: no root
 
-Every rate is probed, predicted and measured in one go. Results are appended to a file, and what was
-probed and chosen is kept beside it; the tables are made of all that it has.
+Each rate is probed, predicted and measured together. Results are appended to a file, and probes and
+chosen plans are stored beside it; the tables show all results in the file.
 """
 
 import argparse
@@ -45,14 +45,18 @@ def main() -> None:
         default=ROOT / "results" / "planner",
         help="a folder for the probed clusters and the chosen plans",
     )
-    parser.add_argument("--show", action="store_true", help="only the tables of what is there")
     parser.add_argument(
-        "--predict", action="store_true", help="predict what is there again, from these clusters"
+        "--show", action="store_true", help="only print the tables of the existing results"
+    )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="predict the existing results again, from the stored clusters",
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if unknown := set(args.plans.split(",")) - set(plans()):
-        parser.error(f"no plans: {', '.join(unknown)}; there are {', '.join(plans())}")
+        parser.error(f"unknown plans {', '.join(unknown)}; use some of {', '.join(plans())}")
     name = "planner-memory.jsonl" if args.memory else "planner.jsonl"
     args.results = args.results or ROOT / "results" / name
     args.results.parent.mkdir(parents=True, exist_ok=True)
@@ -117,14 +121,14 @@ def _print(found: list[Comparison]) -> None:
     accuracy = summarise(found)
     console.print(
         f"median error {accuracy.median_error:.1%}, worst {accuracy.worst_error:.1%}, "
-        f"rank correlation {accuracy.rank_correlation:.3f} of all together, of a single cluster at "
-        f"least {accuracy.least_correlation:.3f}, of the measured steps' halves with each other "
-        f"{accuracy.agreement:.3f}; by the first probe alone, median error "
+        f"rank correlation {accuracy.rank_correlation:.3f} over all clusters, at least "
+        f"{accuracy.least_correlation:.3f} on each, {accuracy.agreement:.3f} between both halves "
+        f"of the measured steps; from the first probe alone, median error "
         f"{accuracy.first_median_error:.1%}, worst {accuracy.first_worst_error:.1%}"
     )
     table = Table(
         "cluster", "error, median", "worst", "rank correlation", "of halves", "regret", *FIXED,
-        title=f"predictions by cluster; measured time of {CHOSEN}, and of others over it",
+        title=f"predictions by cluster; measured times of plans relative to {CHOSEN}",
     )  # fmt: skip
     for key in clusters:
         some = [one for one in found if (one.grid, one.rate) == key]

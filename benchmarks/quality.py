@@ -1,8 +1,8 @@
-"""What each technique of few bits costs in quality, over seeds.
+"""What each lossy technique costs in quality, over seeds.
 
     python benchmarks/quality.py                               # all of it: hours on two cores
     python benchmarks/quality.py --seeds 0 --steps 100 --techniques zero3,zeropp
-    python benchmarks/quality.py --results benchmarks/results/quality.jsonl   # goes on where it was
+    python benchmarks/quality.py --results benchmarks/results/quality.jsonl   # continues
 
 Runs that the results file already has (same setting) are not run again.
 """

@@ -3,11 +3,11 @@
     python benchmarks/step.py                      # 2 ranks, float32
     python benchmarks/step.py --ranks 4 --dtype bfloat16 --json step.json
 
-All contenders live in the same processes and take turns, a few steps each, for several rounds, so
-that a noisy machine is noisy for all of them alike; times are wall times of K steps with all
+All contenders are in the same processes and take turns, a few steps each, for several rounds, so
+that a noisy machine affects all of them alike. Times are wall times of K steps with all
 communication drained, and the table shows medians and the median of the per-round ratios. Peak
-memory is measured apart, one contender at a time in fresh processes, as peak resident size above
-what the process had before it built a model.
+memory is measured separately, one contender at a time in fresh processes, as the peak resident size
+above that of the process before it built a model.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--model", default="gpt-small")
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=3, help="steps a turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps per turn")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--contenders", default=None, help="comma-separated; default: all")
     parser.add_argument(
@@ -140,7 +140,7 @@ def _print_times(times: dict[str, list[float]]) -> None:
 def _print_memory(memory: dict[str, dict[str, float]]) -> None:
     print(
         f"\n{'contender':<14}{'peak MB':>9}{'predicted':>11}{'ratio':>8}"
-        "   (a rank, above the bare process)"
+        "   (per rank, above the bare process)"
     )
     for name, row in memory.items():
         predicted = row.get("predicted_mb")
@@ -172,7 +172,7 @@ def _work(args: argparse.Namespace, names: list[str]) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(result))
     dist.barrier()
-    # gloo sometimes aborts in its own teardown; everything is written, so leave at once.
+    # gloo sometimes aborts during teardown; everything is written, so exit at once.
     os._exit(0)
 
 
@@ -215,7 +215,7 @@ def _setting(args: argparse.Namespace) -> "Setting":
 
 
 def _predict(args: argparse.Namespace, name: str) -> float:
-    """What ``shardwise explain`` says."""
+    """The prediction of ``shardwise explain``."""
     from shardwise.bench.contenders import plan_of
     from shardwise.plans import dump_plan
 

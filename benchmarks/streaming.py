@@ -1,10 +1,10 @@
-"""The optimizer step of states on a disk, beside what the disk and the memory alone would take.
+"""The optimizer step with states on a disk, beside the time of the disk alone and of memory alone.
 
     python benchmarks/streaming.py --disk FOLDER
 
 One rank, every state on the disk: the step reads gradients, masters and both moments, and writes
-all but the gradients. In turns with it: fio with the same mix of reads and writes (its best setting
-counts), and the same update with all states in memory. The goal is the larger of the two.
+all but the gradients. It takes turns with fio, with the same mix of reads and writes (its best
+setting counts), and with the same update in memory. The goal is the larger of these two times.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.model.gpt import GPT, GPTConfig
 from shardwise.plans.plan import Plan
+from shardwise.runtime.execute import Done
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if shutil.which("fio") is None:
-        sys.exit("There is no fio here to compare with: install it (apt-get install fio).")
+        sys.exit("fio is not installed; install it (apt-get install fio).")
     streamed, moved_bytes = build(args, sw.presets.infinity(args.disk))
     in_memory, _ = build(args, sw.presets.zero1())
     times: dict[str, list[float]] = {"streamed": [], "in memory": []}
@@ -56,7 +57,7 @@ def main() -> None:
                 "in memory": _timed(in_memory),
                 **{s: moved_bytes / _Fio(s, size, file).run("mixed") for s in settings},
             }
-            for name, seconds in measured.items() if number else ():  # the first makes states
+            for name, seconds in measured.items() if number else ():  # the first creates states
                 times[name].append(seconds)
     best = min(settings, key=lambda setting: statistics.median(times[setting]))
     ratios = [
@@ -69,14 +70,14 @@ def main() -> None:
         print(json.dumps({"moved_bytes": moved_bytes, "seconds": times, "ratios": ratios}))
         return
     names = {"streamed": "streamed", "in memory": "in memory", best: f"fio alone, {best}"}
-    print(f"{moved_bytes / 1e9:.2f} GB a step, {args.rounds} rounds; median")
+    print(f"{moved_bytes / 1e9:.2f} GB per step, {args.rounds} rounds; median")
     for key, name in names.items():
         print(f"{name:<20}{statistics.median(times[key]):8.2f} s")
     print(f"streamed / the larger of the others: {statistics.median(ratios):.2f}")
 
 
 def build(args: argparse.Namespace, plan: Plan) -> tuple[Callable[[], None], int]:
-    """The optimizer step of a model under a plan, and what it moves to and from tiers."""
+    """The optimizer step of a model under a plan, and the bytes it moves to and from tiers."""
     config = GPTConfig(num_layers=args.layers, width=args.width, num_heads=args.width // 64)
     with sw.deferred_init():
         model = GPT(config)
@@ -85,13 +86,21 @@ def build(args: argparse.Namespace, plan: Plan) -> tuple[Callable[[], None], int
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     model(tokens, labels=tokens).loss.backward()
     runtime = runtime_of(model)
-    ops = [unit.update_op for unit in runtime.units]
+    done: list[Done] = []
 
     def step() -> None:
         optimizer.step()
         runtime.homes.settle()
 
-    return step, sum(op.moved_bytes for op in ops if op is not None)
+    step()  # makes states
+    runtime.observers.append(done.append)
+    step()
+    runtime.observers.remove(done.append)
+    moved = sum(each.meter.read + each.meter.written for each in done)
+    planned = sum(each.op.moved_bytes for each in done)
+    if moved != planned:
+        sys.exit(f"{moved} bytes were moved, and {planned} planned: please report this.")
+    return step, moved
 
 
 def _timed(step: Callable[[], None]) -> float:

@@ -1,9 +1,9 @@
-"""One traced step as a picture: what computes, travels, and moves to and from the disk, when.
+"""One traced step as a picture: when it computes, transfers, reads and writes.
 
     python benchmarks/overlap.py --disk FOLDER --batch 2 --trace step.json
     python benchmarks/timeline.py step.json docs/step.svg
 
-The trace itself opens in Perfetto and Chrome; this draws the same events for a page.
+Perfetto and Chrome open the trace itself; this draws the same events for a page.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROWS = {
     "read": ("disk reads", "#5c6b7a"),
     "write": ("disk writes", "#b5485a"),
 }
-"""By the trace's tracks; what a disk's threads do is told by the events' first word."""
+"""By the trace's tracks; for threads of a disk, by the first word of the event."""
 LEFT, WIDTH, ROW, BAR, TOP, BOTTOM = 150, 900, 30, 18, 54, 40
 
 
@@ -72,7 +72,7 @@ def draw(trace: Any, title: str) -> str:
 
 
 def _union(spans: list[tuple[float, float, str]]) -> float:
-    """The time in which any of the spans runs: threads of a disk overlap."""
+    """The time in which at least one of the spans runs: threads of a disk overlap."""
     total, reached = 0.0, float("-inf")
     for start, stop, _ in sorted(spans):
         total += max(0.0, stop - max(start, reached))

@@ -1,11 +1,11 @@
-"""The update on the host: AdamW on float32 masters and the copy to bfloat16, beside DeepSpeed's.
+"""The update on the host: AdamW on float32 masters with the copy to bfloat16, beside DeepSpeed's.
 
     python benchmarks/update.py                     # torch's fused kernel alone, and through shard
     PYTHON_WITH_DEEPSPEED benchmarks/update.py      # and DeepSpeedCPUAdam (its kernel is compiled)
 
-All take turns in one process on as many threads. `shardwise` is ``optimizer.step()`` of a sharded
-model, from the user's call until all bfloat16 weights are new. The table shows medians, and the
-median of the rounds' ratios to DeepSpeed's time.
+All take turns in one process with the same number of threads. `shardwise` is ``optimizer.step()``
+of a sharded model, from the user's call until all bfloat16 weights are updated. The table shows
+medians, and the median of the rounds' ratios to DeepSpeed's time.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
         for name, step in sides.items():
             begin = time.perf_counter()
             step()
-            if number:  # the first one makes states
+            if number:  # the first round creates the states
                 times[name].append(time.perf_counter() - begin)
     count = args.layers * args.width**2
     if args.json:

@@ -2,15 +2,15 @@
 
     python benchmarks/wall.py --disk /a/folder/on/a/disk  # 1.36B, two ranks of 2 GiB
     python benchmarks/wall.py --disk DIR --ranks 1
-    python benchmarks/wall.py --disk DIR --budget "1.2 GiB"     # buffers give way earlier
+    python benchmarks/wall.py --disk DIR --budget "1.2 GiB"     # buffers are freed earlier
     python benchmarks/wall.py --disk DIR --layers 1 --width 1024 --vocab 262144 --tile 4194304
-                                                         # one layer larger than all memory
+                                                         # one layer exceeds all memory
     python benchmarks/wall.py --contender fsdp2 --layers 16 --width 896   # peers, at their sizes
     python benchmarks/wall.py --contender deepspeed --python PYTHON --disk DIR ...
 
-Every rank is a process in a control group of its own from its first instruction, so that the
-interpreter and its libraries count too. Steps are real: forward, backward and AdamW in float32 on
-text, always the same few rows, so that the loss has to fall.
+Every rank is a process in its own control group from its first instruction, so the interpreter and
+its libraries count as well. Steps are real: forward, backward and AdamW in float32 on text, always
+on the same few rows, so that the loss must fall.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(result, indent=1))
         return
-    if "parameters" not in result:  # it ended before there was a model
-        sys.exit(f"{args.contender}: {result['outcome']}; what its ranks printed is above")
+    if "parameters" not in result:  # it ended before it had a model
+        sys.exit(f"{args.contender}: {result['outcome']}; the output of its ranks is above")
     print(
         f"{args.contender}: {result['parameters'] / 1e6:.0f}M parameters, states "
         f"{result['state_bytes'] / 2**30:.1f} GiB, {args.ranks} x {args.limit}: {result['outcome']}"
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Starts the ranks, each under its limit, and tells how they ended."""
+    """Start the ranks, each under its limit, and report how they ended."""
     from shardwise.bench.limit import MemoryLimit
     from shardwise.core.sizes import parse_bytes
 
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes; when one rank ends badly, the others are ended, too."""
+    """Exit codes; when one rank fails, the others are ended as well."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() not in (None, 0) for process in processes):
             time.sleep(1)
@@ -166,7 +166,7 @@ def work(job: dict[str, Any]) -> None:
     text = Path(torch.__file__).read_bytes()
     tokens = torch.tensor(list(text[: job["ranks"] * (job["seq"] + 1)])).view(job["ranks"], -1)
     mine = tokens[job["rank"] : job["rank"] + 1]
-    if job["contender"] == "shardwise":  # loads what it loads, so that only states are counted
+    if job["contender"] == "shardwise":  # loads its libraries, so that only states are counted
         tiny = GPTConfig(num_layers=2, width=64, num_heads=1)
         step, _ = build_shardwise(job, GPT, tiny)
         step(mine[:, :-1], mine[:, 1:])
@@ -176,7 +176,7 @@ def work(job: dict[str, Any]) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     torch.manual_seed(0)  # so that plans can be compared
     step, predicted = BUILDERS[job["contender"]](job, GPT, config)
-    if job["tile"]:  # was initialised in a file, whose pages the system takes back when it needs to
+    if job["tile"]:  # initialised in a file, whose pages the system can reclaim
         Path("/proc/self/clear_refs").write_text("5")
     for number in range(1, job["steps"] + 1):
         begin = time.perf_counter()
@@ -197,7 +197,7 @@ def work(job: dict[str, Any]) -> None:
 
 
 def _rows(job: dict[str, Any]) -> tuple[Any, Any]:
-    """Inputs and labels in the shapes of a step, for the memory model."""
+    """Inputs and labels with the shapes of a step, for the memory model."""
     import torch
 
     rows = torch.zeros(1, job["seq"], dtype=torch.int64)
@@ -273,7 +273,7 @@ def build_fsdp2(job: dict[str, Any], kind: Any, config: Any) -> Any:
 
 
 def build_deepspeed(job: dict[str, Any], kind: Any, config: Any) -> Any:
-    """ZeRO-3 with the optimizer on NVMe; parameters on NVMe do not run on CPU."""
+    """ZeRO-3 with the optimizer states on NVMe; its parameters on NVMe do not run on CPU."""
     import deepspeed
 
     nvme = {"device": "nvme", "nvme_path": job["disk"], "buffer_count": 4, "fast_init": False}

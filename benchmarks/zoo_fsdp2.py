@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/zoo_fsdp2.py [name ...]
 
-FSDP2 is applied as its tutorial does: ``fully_shard`` on every block, then on the model. Both get
-the same tiny models, blocks, batches and optimizer; results are compared with one plain process.
+FSDP2 is applied as in its tutorial: ``fully_shard`` on every block, then on the model. Both get the
+same tiny models, blocks, batches and optimizer; results are compared with one plain process.
 """
 
 import argparse
@@ -76,7 +76,7 @@ Engine = FSDP2 | Shardwise
 
 
 def try_training(case: Case, engine: Engine, build: Callable[[], nn.Module]) -> str:
-    """Trains beside a plain model, whose gradients are means over the same slices."""
+    """Train beside a plain model, whose gradients are means over the same slices."""
     world, rank = dist.get_world_size(), dist.get_rank()
     plain, model = build(), build()
     expected_optimizer = adamw(plain)

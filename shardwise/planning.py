@@ -1,4 +1,4 @@
-"""Plans for clusters that nobody has to have: ``sw.plan`` searches, ``sw.simulate`` prices one."""
+"""Planning without the cluster at hand: ``sw.plan`` searches, ``sw.simulate`` prices one plan."""
 
 import os
 from dataclasses import replace
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""Of compute, the preferred first."""
+"""Dtypes of compute, the preferred first."""
 
 
 def plan(
@@ -41,14 +41,14 @@ def plan(
     lossless: bool = False,
     run: Run | None = None,
 ) -> Candidate:
-    """The fastest plan that fits, with the batch that it goes with and what a step of it takes.
+    """The fastest plan that fits, with its batch and the estimate of its step.
 
-    ``model`` is a name such as ``llama3-8b``, ``transformers:gpt2`` or a config.json, or a module,
-    whose forward ``run`` runs where it does not take (input_ids, labels); ``cluster`` a name in the
-    catalogue, a file, or what ``sw.probe`` returned. ``memory`` is what one rank's device has
-    (default: all of it) and ``path`` a folder on the nodes' disks, without which nothing is put
-    there. Compute is in ``dtype``, by default bfloat16 where the device has it. ``lossless``: no
-    hop in fewer bits than that has. `shardwise plan` says more.
+    ``model`` is a name such as ``llama3-8b``, ``transformers:gpt2`` or a config.json, or a module;
+    ``run`` runs the forward of a module that does not take (input_ids, labels). ``cluster`` is a
+    name in the catalogue, a file, or the result of ``sw.probe``. ``memory`` is the device memory
+    per rank (default: all of it), ``path`` a folder on the nodes' disks (default: no disk is used).
+    Compute is in ``dtype``, by default bfloat16 if the device has it. With ``lossless`` no hop
+    carries fewer bits than ``dtype`` has. `shardwise plan` reports more.
 
     >>> best = plan("gpt-mini", "4090-10g", seq=512)
     >>> best.step_s < simulate("zero3", "gpt-mini", "4090-10g", seq=512).step_s
@@ -71,7 +71,7 @@ def plan(
         raise PlanError(
             f"No plan for {asked.facts.name} fits cluster '{asked.cluster.name}': "
             f"{lacks(asked, found)}. Use more ranks, shorter sequences or a disk; `shardwise plan` "
-            "says which of them would do."
+            "shows which of them would be enough."
         )
     return refine(asked, found.best)
 
@@ -89,20 +89,20 @@ def request(
     lossless: bool = False,
     run: Run | None = None,
 ) -> Request:
-    """What ``plan`` is asked for, checked."""
+    """The checked request of ``plan``."""
     _check_counts(seq=seq, global_batch=global_batch, ranks=ranks)
     described = load_cluster(cluster)
     if ranks is not None:
         described = described.with_world(ranks)
     if path and described.disk is None:
         raise UsageError(
-            f"Path {path} has no use: cluster '{described.name}' has no disk in its description; "
-            "add [disk], or probe it with shardwise probe --path."
+            f"Path {path} cannot be used: the description of cluster '{described.name}' has no "
+            "disk; add [disk], or measure one with shardwise probe --path."
         )
     if path and described.device.is_accelerator and described.host is None:
         raise UsageError(
-            f"Path {path} has no use: what a disk has goes through host memory, and cluster "
-            f"'{described.name}' has no host in its description; add [host]."
+            f"Path {path} cannot be used: a disk is read and written through host memory, and the "
+            f"description of cluster '{described.name}' has no host; add [host]."
         )
     return Request(
         facts=_facts(model, run),
@@ -129,12 +129,12 @@ def simulate(
     spans: bool = False,
     run: Run | None = None,
 ) -> Estimate:
-    """A step of a plan on all ranks of a cluster: how long it takes, what of it, in what memory.
+    """Simulate a step of a plan on all ranks of a cluster: its time, its breakdown, its memory.
 
     ``plan`` is a preset's name or a plan; ``model``, ``cluster`` and ``run`` are as in ``plan``. A
-    plan without a precision computes in ``dtype``, by default bfloat16 where the device has it.
-    ``flat`` prices collectives as other systems run them, one ring over all ranks; ``spans`` adds
-    what happens when.
+    plan without a precision computes in ``dtype``, by default bfloat16 if the device has it.
+    ``flat`` prices each collective as other systems run it, as one ring over all ranks. ``spans``
+    adds the timeline.
 
     >>> estimate = simulate("zero3", "llama-7b", "dgx-a100", seq=2048)
     >>> estimate.exposed["compute"] < estimate.step_s
@@ -161,17 +161,17 @@ def simulate(
 
 
 def with_precision(plan: Plan, cluster: Cluster, dtype: str | None) -> Plan:
-    """A plan that says in which dtypes it runs: its own ones, or mixed ones."""
+    """The plan with a precision: its own, or mixed precision."""
     if plan.precision != Precision():
         if dtype is not None:
             raise PlanError(
-                f"Plan '{plan.name}' has a precision of its own, so that dtype {dtype} has no "
-                "place; remove one of both."
+                f"Plan '{plan.name}' has its own precision, so dtype {dtype} cannot be set as "
+                "well; remove one of the two."
             )
         return plan
     known = cluster.device.forward
     preferred = dtype or next((name for name in DTYPES if name in known), DTYPES[-1])
-    cluster.device.compute(preferred, 0)  # which says so where the device has no such speed
+    cluster.device.compute(preferred, 0)  # raises if the device has no such rate
     return replace(plan, precision=mixed(preferred))
 
 
@@ -194,10 +194,10 @@ def _facts(model: "Facts | str | os.PathLike[str] | nn.Module", run: Run | None)
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     if not isinstance(model, str | Facts):
-        # Modules need torch, names may do without.
+        # Modules need torch, names may work without it.
         from shardwise.model.facts import facts_of_module
 
         return facts_of_module(model, run)
     if run is not None:
-        raise UsageError("run= says how a module is run; leave it away where the model is a name.")
+        raise UsageError("run= tells how to run a module; omit it when the model is a name.")
     return facts_of(model) if isinstance(model, str) else model

@@ -1,1 +1,1 @@
-"""What three papers published of their own clusters, one module a paper."""
+"""The figures of three papers, measured on their own clusters; one module per paper."""

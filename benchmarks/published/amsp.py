@@ -17,7 +17,7 @@ from shardwise.plans.plan import Plan
 
 PEAK = 312 * TERA
 AMSP_BATCH, AMSP_SEQ = 1024, 4096
-"""Sequences in a step (4M tokens), and tokens of each; one at a time on a GPU."""
+"""Sequences per step (4M tokens), and tokens per sequence; each GPU computes one at a time."""
 
 AMSP_PLANS = {  # P, G, OS as AMSP chose them, and the group of MiCS
     "llama-7b": (("none", "none", "node"), "node"),
@@ -25,7 +25,7 @@ AMSP_PLANS = {  # P, G, OS as AMSP chose them, and the group of MiCS
     "llama-30b": (("node", "node", "world:4"), "world:2"),
 }
 ACTIVATIONS = {"llama-7b": "keep", "llama-13b": "keep", "llama-30b": "recompute"}
-"""An assumption: kept where that fits on 80 GB with two bytes for a gradient, as they have."""
+"""An assumption: kept if that fits in 80 GB with two bytes per gradient, as in AMSP."""
 
 AMSP_MFU: dict[tuple[str, str, int], float] = {
     ("llama-7b", "AMSP", 8): 0.64, ("llama-7b", "AMSP", 1024): 0.51,
@@ -40,10 +40,10 @@ AMSP_MFU: dict[tuple[str, str, int], float] = {
 PLANNER_GAIN = {"llama-7b": 1.3, "llama-13b": 1.1, "llama-30b": 1.13}
 """AMSP's plan over MiCS's plan in AMSP's own engine, 1024 GPUs."""
 ENGINE = Habits(flat=True, all_reduces=True, waits=True)
-"""AMSP's and InternEvo's: whole tensors have owners, so that gradients are all-reduced; and updated
-ones are sent before the next step (AMSP measured so, InternEvo does unless told otherwise)."""
+"""AMSP's and InternEvo's: whole tensors have owners, so gradients are all-reduced, and updated
+tensors are sent before the next step (measured so by AMSP, the default of InternEvo)."""
 DEEPSPEED = Habits(flat=True, waits=True)
-"""It gathers what ZeRO-1 has updated before the next step."""
+"""DeepSpeed: gathers what ZeRO-1 has updated before the next step."""
 MODULES = ("*_proj", "model.embed_tokens", "lm_head")
 """Units of one matrix each, as DeepSpeed gathers parameters."""
 
@@ -54,7 +54,7 @@ def amsp_plan(strategy: str, model: str) -> Plan:
         "AMSP": amsp,
         "ZeRO-1": ("none", "none", "world"),
         "ZeRO-3": ("world", "world", "world"),
-        "ZeRO++": ("world", "world", "world"),  # of which AMSP's authors left the quantising out
+        "ZeRO++": ("world", "world", "world"),  # AMSP's authors left out quantisation
         "MiCS": (group, group, group),
     }[strategy]
     plan = replace(states(strategy, *spreads, "bfloat16"), activations=ACTIVATIONS[model])
@@ -75,13 +75,13 @@ def amsp_estimate(model: str, plan: Plan, world: int, habits: Habits) -> Estimat
 
 
 def mfu_rows() -> Iterator[Row]:
-    """Every strategy with units of a layer, gathers and reductions hidden, flat collectives."""
+    """Every strategy with one unit per layer, gathers and reductions hidden, flat collectives."""
     for model, strategy, world in AMSP_MFU:
         yield _mfu_row(model, strategy, world)
 
 
 def variant_rows() -> Iterator[Row]:
-    """DeepSpeed's strategies in the three ways that B1 does not have."""
+    """DeepSpeed's strategies in the three variants that B1 does not have."""
     for model, strategy, world in AMSP_MFU:
         if strategy in ("ZeRO-3", "ZeRO++", "MiCS"):
             yield _mfu_row(model, strategy, world, "layer by layer, not hidden", prefetch=0)
@@ -116,7 +116,7 @@ def strategy_rows() -> Iterator[Row]:
         assert many.published is not None
         assert few.published is not None
         yield Row(
-            what=f"llama-7b: {strategy}, kept of the speed from 8 to 1024 GPUs",
+            what=f"llama-7b: {strategy}, speed kept from 8 to 1024 GPUs",
             predicted=many.predicted / few.predicted,
             published=many.published / few.published,
             unit="x",
@@ -197,11 +197,11 @@ HIDDEN = {
     "no all-reduce": Habits(flat=True, all_reduces=True, late=True),
     "none": Habits(flat=True, all_reduces=True, waits=True, late=True),
 }
-"""What is hidden of AMSP's transfers; where nothing is, gathers are not either."""
+"""Which of AMSP's transfers are hidden; with "none", gathers are not hidden either."""
 
 
 def overlap_rows() -> Iterator[Row]:
-    """What is left of the speed when some of the overlap is switched off."""
+    """The speed with parts of the overlap switched off."""
     for (model, micro_batches), speeds in OVERLAP.items():
         found = {}
         for what in speeds:
@@ -229,7 +229,7 @@ def overlap_rows() -> Iterator[Row]:
                 continue
             told = "nothing" if what == "none" else f"{what.removeprefix('no ')} not"
             yield Row(
-                what=f"{model}, {number}: {told} hidden, over all hidden",
+                what=f"{model}, {number}: {told} hidden, relative to all hidden",
                 predicted=found["all"].step_s / found[what].step_s,
                 published=tokens / speeds["all"],
                 unit="x",
@@ -243,7 +243,7 @@ INTERNEVO = {
     "zero1=8": (4078, 3939, 3919, 3944, 3928, 3920, 3835, 3625),
 }
 INTERNLM = "llama:layers=32,width=4096,heads=32,ffn=11008,vocab=103168"
-"""Its page has 4103 tokens/s at 183 TFLOP/s: 44.6e9 operations a token, which are this model's."""
+"""Its page has 4103 tokens/s at 183 TFLOP/s: 44.6e9 operations per token, as in this model."""
 INTERNEVO_WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -278,7 +278,7 @@ def _internevo_rows(name: str, way: str, habits: Habits) -> Iterator[Row]:
             main=world in (8, 1024),
         )
     yield Row(
-        what=f"{name}{way}: kept of the speed from 8 to 1024 GPUs",
+        what=f"{name}{way}: speed kept from 8 to 1024 GPUs",
         predicted=speeds[-1] / speeds[0],
         published=INTERNEVO[name][-1] / INTERNEVO[name][0],
         main=True,
@@ -289,74 +289,76 @@ GROUPS = (
     Group(
         "B1",
         "AMSP on A800: layer by layer",
-        "MFU: 312 TFLOP/s, operations of all matrix products and of the whole square of "
-        "attention, nothing recomputed counted. One sequence of 4096 tokens at once, 1024 in a "
-        "step. Activations are kept for 7B and 13B and recomputed for 30B (assumed). Gathers and "
-        "reductions are hidden as well as here; the refresh is waited for, and AMSP all-reduces, "
-        "as its paper says.",
-        "AMSP's own figures are 6 to 18 % too high, and on 8 GPUs already 6 %: that is compute, "
-        "of which 225 TFLOP/s is the best of the FlashAttention-2 paper. For its baselines in "
-        "DeepSpeed the simulator hides too much, also on 8 GPUs; B2 has other ways.",
+        "MFU is relative to 312 TFLOP/s and counts the operations of all matrix products and of "
+        "the whole square of attention, without recomputation. One sequence of 4096 tokens per "
+        "micro-batch, 1024 per step. Activations are kept for 7B and 13B and recomputed for 30B "
+        "(assumed). Gathers and reductions are hidden as in shardwise; the step waits for the "
+        "refresh, and AMSP all-reduces, as its paper says.",
+        "Predictions for AMSP itself are 6 to 18 % too high, already 6 % on 8 GPUs: this is "
+        "compute, priced at 225 TFLOP/s, the best figure of the FlashAttention-2 paper. For AMSP's "
+        "baselines in DeepSpeed the simulator hides too much, even on 8 GPUs; B2 has other "
+        "variants.",
         mfu_rows,
     ),
     Group(
         "B2",
-        "AMSP's baselines in DeepSpeed, three more ways",
-        "One collective for every layer or for every matrix; gathers hidden or not. How DeepSpeed "
-        "was set up is not published, so all are shown.",
-        "A ring of 1024 ranks takes 4.8 ms however short the message is, and a layer of 7 "
-        "matrices takes 21 of them: matrix by matrix that costs ZeRO-3 a factor of 2 to 4. Even "
-        "the slowest way is three to four times too fast for ZeRO-3 and five to seven times for "
-        "ZeRO++, which ought to gain from its copies in the node and did not; we do not know what "
-        "the rest is. MiCS is right matrix by matrix for 7B, and 1.4 to 1.5 times too fast for the "
-        "others.",
+        "AMSP's baselines in DeepSpeed, three more variants",
+        "One collective for each layer or for each matrix; gathers hidden or not. How DeepSpeed "
+        "was configured is not published, so all variants are shown.",
+        "A ring of 1024 ranks takes 4.8 ms even for the shortest message, and a layer of 7 "
+        "matrices needs 21 of them: matrix by matrix this costs ZeRO-3 a factor of 2 to 4. Even "
+        "the slowest variant is three to four times too fast for ZeRO-3 and five to seven times "
+        "for ZeRO++, which should have gained from its copies in the node but did not; we do not "
+        "know what causes the rest. For MiCS, matrix by matrix is right for 7B, and 1.4 to 1.5 "
+        "times too fast for the others.",
         variant_rows,
     ),
     Group(
         "B3",
         "AMSP: ratios at 1024 GPUs",
         "",
-        "How AMSP scales is right; ZeRO-1 and MiCS in DeepSpeed kept less. In AMSP's engine MiCS's "
-        "plans would be 3 to 10 % faster for us, as they have nothing to refresh and their gathers "
-        "in the node are hidden; AMSP measured its own as 1.1 to 1.3 times faster. So the "
-        "simulator does not see the gain of AMSP's planner. The paper does not agree with itself "
-        "there: it says as well that MiCS in AMSP's engine is twice as fast as DeepSpeed's for "
-        "13B, which would be 0.66 MFU, more than AMSP's own 0.52. Over DeepSpeed's MiCS (the "
-        "slowest way of B2) two of three ratios are within 20 %; over its ZeRO-3 they are far too "
-        "small.",
+        "The scaling of AMSP is predicted well; ZeRO-1 and MiCS in DeepSpeed kept less of their "
+        "speed than predicted. In AMSP's engine we predict MiCS's plans to be 3 to 10 % faster, as "
+        "they have nothing to refresh and their gathers in the node are hidden; AMSP measured its "
+        "own plans as 1.1 to 1.3 times faster. So the simulator does not show the gain of AMSP's "
+        "planner. The paper contradicts itself there: it also says that for 13B MiCS in AMSP's "
+        "engine is twice as fast as in DeepSpeed, which would be 0.66 MFU, more than AMSP's own "
+        "0.52. Over DeepSpeed's MiCS (the slowest variant of B2) two of three ratios are within 20 "
+        "%; over its ZeRO-3 they are far too small.",
         strategy_rows,
     ),
     Group(
         "B4",
         "AMSP: the plan that the search chooses",
-        "Nothing lossy, everything on the device, whatever fits with our memory model.",
-        "AMSP minimises the sum of transfers; we minimise a step in which most of them are "
-        "hidden, so that many plans are equal and the choice says little: it is not AMSP's, and "
-        "with B1 in mind that is no argument against AMSP's. For 13B its plan misses 80 GiB by 2 "
-        "here and has to recompute; with two bytes for a gradient, as AMSP has, it would fit.",
+        "Lossless wires, all states on the device, and every plan that fits by our memory model.",
+        "AMSP minimises the sum of transfers; we minimise the time of a step in which most of them "
+        "are hidden, so many plans are equal and the choice means little: it differs from AMSP's, "
+        "which, given B1, is no argument against AMSP's. For 13B AMSP's plan exceeds 80 GiB by 2 "
+        "here and has to recompute; with two bytes per gradient, as in AMSP, it would fit.",
         choice_rows,
     ),
     Group(
         "B5",
         "InternEvo 7B on A100, 4x100 Gb",
-        "4 micro-batches of 2 sequences of 2048 a GPU, nothing recomputed. Two ways: all hidden as "
-        "here, and all-reduced and waited for as InternEvo does by default; layer by layer (its "
-        "buckets are about as large).",
-        "On 8 GPUs the difference is compute: InternEvo reaches 183 TFLOP/s, the catalogue says "
-        "225. Waited for, zero1=8 keeps as much of its speed as published; zero1 over all ranks "
-        "kept less than predicted. A likely reason, not simulated: InternEvo broadcasts whole "
-        "tensors one by one, over all ranks. The model is InternLM's (103168 words), as its page's "
-        "tokens and TFLOP/s imply.",
+        "4 micro-batches of 2 sequences of 2048 tokens per GPU, nothing recomputed. Two variants: "
+        "transfers hidden as in shardwise, and gradients all-reduced and the refresh waited for, "
+        "as in InternEvo by default; both layer by layer (its buckets are about as large).",
+        "On 8 GPUs the difference is compute: InternEvo reaches 183 TFLOP/s, the catalogue has "
+        "225. With transfers waited for, zero1=8 keeps as much of its speed as published; zero1 "
+        "over all ranks kept less than predicted. A likely reason, which is not simulated: "
+        "InternEvo broadcasts whole tensors one by one, over all ranks. The model is InternLM's (a "
+        "vocabulary of 103168), as the tokens and TFLOP/s on its page imply.",
         internevo_rows,
     ),
     Group(
         "B6",
         "AMSP: what overlap is worth on 64 GPUs",
-        "AMSP's plans with parts of its overlap switched off, by its section on that.",
-        "All twelve ratios are within 13 %, one of them by more than 10 %, and in the mean they "
-        "are right. Here one engine is compared with itself, so that what one does not know of "
-        "others plays no part. With one micro-batch AMSP's steps are slower than predicted for 7B "
-        "and 13B; for 30B they are faster, probably because less was recomputed than assumed.",
+        "AMSP's plans with parts of its overlap switched off, as in the paper's section on "
+        "overlap.",
+        "All twelve ratios are within 13 %, one of them off by more than 10 %, and their mean is "
+        "right. Here one engine is compared with itself, so unknown details of other engines have "
+        "no effect. With one micro-batch AMSP's steps are slower than predicted for 7B and 13B; "
+        "for 30B they are faster, probably because less was recomputed than assumed.",
         overlap_rows,
     ),
 )

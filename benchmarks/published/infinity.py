@@ -15,7 +15,7 @@ from shardwise.plans.plan import Plan
 
 INFINITY_SEQ = 1024
 INFINITY = {
-    # layers, width, batch a GPU, GPUs of a model-parallel group: table 1 of the paper, recalled and
+    # layers, width, batch per GPU, GPUs per parallel group: table 1 of the paper, recalled and
     # not verified; layers and widths give the named sizes, and the talk has two of them.
     "0.5T": (124, 18432, 7.0, 4, 46.3),
     "1T": (128, 25600, 5.0, 4, 48.9),
@@ -30,7 +30,7 @@ PREFETCH = {2: 1.29, 4: 1.19, 8: 1.09, 10: 1.06, 14: 1.01, 16: 1.02}
 
 
 def together(cluster: Cluster, count: int) -> Cluster:
-    """A model-parallel group as one device of so many times everything; its own traffic is free."""
+    """A model-parallel group as one device with ``count`` times everything; its traffic is free."""
 
     def faster(curve: Curve) -> Curve:
         return Curve(tuple((amount * count, seconds) for amount, seconds in curve.points))
@@ -60,7 +60,7 @@ def together(cluster: Cluster, count: int) -> Cluster:
 
 
 def infinity_plan(placement: Placement, activations: str = "recompute", prefetch: int = 1) -> Plan:
-    """ZeRO-3 with states on tiers; whole layers, as tiles change memory and hardly time."""
+    """ZeRO-3 with states on tiers; without tiles, which change memory but hardly time."""
     plan = presets.zero3(precision=mixed("float16"))
     return replace(placed(plan, placement, "/nvme"), activations=activations, prefetch=prefetch)
 
@@ -70,7 +70,7 @@ def gpt(layers: int, width: int) -> Facts:
 
 
 def first_fitting(layers: int, width: int, cluster: Cluster, batch: int) -> Plan:
-    """The placement that moves least of those that fit, and the same of activations."""
+    """The fitting plan that moves the fewest states, and the fewest activations."""
     facts = gpt(layers, width)
     for placement in placements(cluster, "/nvme"):
         for activations in ("recompute", "cpu"):
@@ -87,7 +87,7 @@ def of_group(plan: Plan, layers: int, width: int, cluster: Cluster, batch: int) 
 
 
 def infinity_rows(sizes: Iterable[str] = tuple(INFINITY)) -> Iterator[Row]:
-    """TFLOP/s a GPU on 512 V100."""
+    """TFLOP/s per GPU on 512 V100."""
     for size in sizes:
         layers, width, batch, group, published = INFINITY[size]
         cluster = together(load_cluster("dgx2-v100").with_world(512), group)
@@ -109,7 +109,7 @@ def where(plan: Plan) -> str:
 
 
 def scaling_rows() -> Iterator[Row]:
-    """1T from 64 to 512 GPUs, placed everywhere as at 64."""
+    """1T from 64 to 512 GPUs, with the placement of 64 everywhere."""
     layers, width, batch, group, _ = INFINITY["1T"]
     base = load_cluster("dgx2-v100")
     plan = first_fitting(layers, width, together(base.with_world(64), group), int(batch * group))
@@ -166,7 +166,7 @@ def size_rows() -> Iterator[Row]:
 
 
 def most_layers(plan: Plan, width: int, cluster: Cluster) -> int:
-    """How many layers fit; every tier's need is a straight line from a few of them on."""
+    """How many layers fit; from a few layers on, the need of every tier is linear."""
     host, disk, share = cluster.host, cluster.disk, cluster.ranks_per_node
     assert host is not None
     assert disk is not None
@@ -218,20 +218,22 @@ GROUPS = (
         "C1",
         "ZeRO-Infinity on 512 V100",
         "Layers, widths, batches and model-parallel groups are those of the paper's table 1, "
-        "recalled and not verified. A group is one device of four (20T: eight) times everything, "
-        "its own all-reduces free. States rest where they first fit.",
-        "All are too fast by the same factor of 1.4 to 1.5, and compute is 80 to 97 % of a step: "
-        "so it is the rate of compute. 70 TFLOP/s is what the authors call achievable; 3D "
-        "parallelism has 47 on this cluster. Relative to 0.5T, every size is within 7 %.",
+        "recalled and not verified. A model-parallel group counts as one device with four times "
+        "(20T: eight times) everything, and its own all-reduces are free. States rest on the first "
+        "tier where they fit.",
+        "All are too fast by the same factor of 1.4 to 1.5, and compute is 80 to 97 % of a step, "
+        "so the cause is the rate of compute. 70 TFLOP/s is what the authors call achievable; 3D "
+        "parallelism reaches 47 on this cluster. Relative to 0.5T, every size is within 7 %.",
         infinity_rows,
     ),
     Group(
         "C2",
         "ZeRO-Infinity, 1T from 64 to 512 GPUs",
-        "As C1, placed everywhere as it first fits at 64 GPUs.",
-        "More than linear, as published, and for the published reason: more nodes, more disks and "
-        "processors for the update. We see too much of it, probably because compute is too fast "
-        "(C1) beside an update whose rate on the host is an assumption of the catalogue.",
+        "As C1, with the placement that first fits on 64 GPUs everywhere.",
+        "The speed-up is more than linear, as published, and for the published reason: more nodes "
+        "have more disks and processors for the update. We predict too much of it, probably "
+        "because compute is too fast (C1) relative to the update, whose rate on the host is an "
+        "assumption of the catalogue.",
         scaling_rows,
     ),
     Group(
@@ -239,17 +241,18 @@ GROUPS = (
         "ZeRO-Infinity, the largest model of one DGX-2",
         "One sequence of 1024 tokens; widths are assumed. Layers are added until a tier is full.",
         "About 20 % more than published; the authors' batches are not known, and probably larger. "
-        "On NVMe 1T may be what they tried rather than a limit: our limit is the disk's 30 TB.",
+        "On NVMe, 1T may be what they tried rather than a limit: our limit is the disk's 30 TB.",
         size_rows,
     ),
     Group(
         "C4",
         "ZeRO-Infinity, prefetching",
-        "10 layers of 8192, P on the device, G and OS on the host (recalled, not verified); one "
-        "layer ahead against none.",
-        "The effect fades with the batch as published. At batch 2 it is a quarter: our other side "
-        "still hides reductions, gathers at the full rate of eight links are a tenth of a step, "
-        "and the update on the host, at an assumed rate, is more than a third of it.",
+        "10 layers of 8192, P on the device, G and OS on the host (recalled, not verified); "
+        "prefetching one layer ahead against none.",
+        "The effect fades with the batch, as published. At batch 2 it is a quarter of the "
+        "published one: without prefetching we still hide reductions, gathers at the full rate of "
+        "eight links are a tenth of a step, and the update on the host, at an assumed rate, is "
+        "more than a third of it.",
         prefetch_rows,
     ),
 )

@@ -1,4 +1,4 @@
-"""D: what the joint space buys over each paper's own."""
+"""D: the gain of the joint space over each paper's own."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ JOINT_MODELS = ("llama-7b", "llama-30b", "llama2-70b")
 
 
 def own_spaces(cluster: Cluster, dtype: str) -> dict[str, list[Plan]]:
-    """The plans that each paper chooses from, on its own: one wiring, everything on the device."""
+    """The plans that each paper chooses from: one wiring, everything on the device."""
     legal = [
         replace(plan, precision=mixed(dtype))
         for plan in legal_plans(cluster.topology)
@@ -42,7 +42,7 @@ def own_spaces(cluster: Cluster, dtype: str) -> dict[str, list[Plan]]:
 
     zero3 = [presets.zero3(keep=keep, precision=mixed(dtype)) for keep in ("none", "node")]
     return {
-        # A step has one micro-batch here, so that G never rests and follows OS.
+        # A step has one micro-batch here, so G never rests and follows OS.
         "AMSP": [p for p in legal if (f := factors(p))[0] <= f[1] == f[2]],
         "MiCS": [p for p in legal if len(set(factors(p))) == 1],
         "ZeRO++": [
@@ -85,7 +85,7 @@ def best_of(plans: Iterable[Plan], request: Request) -> Estimate | None:
 def joint_rows(
     clusters: Iterable[str] = tuple(JOINT_CLUSTERS), models: Iterable[str] = JOINT_MODELS
 ) -> Iterator[Row]:
-    """Step times of the best plan of the joint space, and of each paper's own over it."""
+    """Step times of the best plan of the joint space, and relative to it of each paper's best."""
     for name in clusters:
         dtype, seq = JOINT_CLUSTERS[name]
         cluster = load_cluster(name).with_world(1024)
@@ -113,7 +113,7 @@ def joint_rows(
                 if found is None:
                     continue
                 yield Row(
-                    what=f"{name}, {model}: {space}'s best, {written(found.plan)}, over it",
+                    what=f"{name}, {model}: {space}'s best, {written(found.plan)}, over joint",
                     predicted=found.step_s / best.step_s,
                     unit="x",
                     exposed=shares(found),
@@ -124,11 +124,11 @@ def joint_rows(
 
 
 BY_HAND = {"llama-7b": ("device", "keep"), "llama2-70b": ("cpu", "recompute")}
-"""Legal plans that the search does not find: where P rests, and activations."""
+"""Legal plans that the search does not try: where P rests, and activations."""
 
 
 def _by_hand(request: Request, setting: tuple[str, str], best_s: float) -> Row:
-    """P in a node and the rest over all ranks, with few bits on every hop."""
+    """P in a node and the rest over all ranks, with lossy wires on every hop."""
     tier, activations = setting
     plan = states("by hand", "node", "world", "world", "bfloat16")
     plan = replace(
@@ -142,7 +142,7 @@ def _by_hand(request: Request, setting: tuple[str, str], best_s: float) -> Row:
     assert not any(overflows(found.memory, request))
     name = f"{request.cluster.name}, {request.facts.name}"
     return Row(
-        what=f"{name}: by hand, {written(plan)}, over it",
+        what=f"{name}: by hand, {written(plan)}, over joint",
         predicted=found.step_s / best_s,
         unit="x",
         exposed=shares(found),
@@ -154,14 +154,14 @@ GROUPS = (
     Group(
         "D",
         "What the joint space buys on 1024 GPUs",
-        "One sequence a GPU. Each paper's own space on the device, in our engine (hops by level, "
-        "overlap), against what the search finds in all of ours.",
-        "On fast networks it buys 0 to 4 % by this simulator, which however hides more than was "
-        "measured there (B2). On DGX-2s with one link of 100 Gb, as ZeRO++ has them, it buys 1.12 "
-        "to 1.19 over ZeRO++'s space, 1.3 to 1.7 over AMSP's and 1.6 to 2.0 over MiCS's; on 10 Gb "
-        "1.5 to 2.5 over ZeRO++'s, and 4.0 to 5.6 over the others'. The latter is mostly few bits, "
-        "which these two do not allow themselves. Plans within 1 % are equal for the search; a "
-        "ratio below 0.99 would be a plan that it missed.",
+        "One sequence per GPU. Each paper's own space on the device, in our engine (hops by level, "
+        "overlap), against what the search finds in our whole space.",
+        "On fast networks the joint space gains 0 to 4 % by this simulator, which however hides "
+        "more than was measured there (B2). On DGX-2s with one link of 100 Gb, as in ZeRO++, it "
+        "gains 1.12 to 1.19 over ZeRO++'s space, 1.3 to 1.7 over AMSP's and 1.6 to 2.0 over "
+        "MiCS's; on 10 Gb 1.5 to 2.5 over ZeRO++'s, and 4.0 to 5.6 over the others'. The latter is "
+        "mostly due to lossy wires, which those two do not use. Plans within 1 % count as equal "
+        "in the search; a ratio below 0.99 would mean that it missed a plan.",
         joint_rows,
     ),
 )

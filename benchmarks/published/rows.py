@@ -1,4 +1,4 @@
-"""Figures of papers beside the simulator's, and what both are made with."""
+"""Figures of papers beside those of the simulator, and helpers to compute them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from shardwise.plans.plan import Plan, StatePlan
 
 TERA = 1e12
 FLAT = Habits(flat=True)
-"""As everybody else runs collectives."""
+"""Collectives as one flat ring, as in other systems."""
 RECOMPUTED = 4 / 3
-"""These papers count a recomputed forward: 18B of tutorial, 512 tokens, 9.96 s at 7.65 TFLOP/s are
-76e12 operations, 8 for a parameter and token."""
+"""These papers count the recomputed forward: 9.96 s at 7.65 TFLOP/s (the tutorial's 18B with 512
+tokens) are 76e12 operations, 8 per parameter and token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A figure of a paper, and what the simulator says of it."""
+    """A figure of a paper, and the simulator's prediction."""
 
     what: str
     predicted: float
     published: float | None = None
     unit: str = ""
     exposed: dict[str, float] | None = None
-    """What the predicted step went for, in shares of it."""
+    """The breakdown of the predicted step, as shares of it."""
     main: bool = False
     """Whether docs/papers.md shows it."""
 
@@ -41,13 +41,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one kind."""
+    """A table of rows."""
 
     key: str
     title: str
     setup: str
     why: str
-    """Why predictions differ from what was published."""
+    """Why predictions differ from the published figures."""
     rows: Callable[[], Iterator[Row]]
 
 
@@ -70,7 +70,7 @@ def estimate(
 
 
 def states(name: str, params: str, grads: str, optim: str, dtype: str) -> Plan:
-    """A plan of three spreads."""
+    """A plan with three spreads."""
     return Plan(
         name=name,
         params=StatePlan(spread=params),
@@ -81,13 +81,13 @@ def states(name: str, params: str, grads: str, optim: str, dtype: str) -> Plan:
 
 
 def shares(found: Estimate) -> dict[str, float]:
-    """What a step went for, in shares of at least one percent."""
+    """The breakdown of a step, as shares of at least one per cent."""
     parts = {use: seconds / found.step_s for use, seconds in found.exposed.items()}
     return {use: round(share, 3) for use, share in parts.items() if share >= 0.01}
 
 
 def needs(facts: Facts, plan: Plan, cluster: Cluster, *, micro: int, seq: int) -> Memory:
-    """What each rank needs with one micro-batch a step."""
+    """What each rank needs with one micro-batch per step."""
     topology = cluster.topology
     work = facts.work(micro, seq, plan, topology)
     return Alike(facts.spec(plan, topology)).memory(
@@ -96,18 +96,18 @@ def needs(facts: Facts, plan: Plan, cluster: Cluster, *, micro: int, seq: int) -
 
 
 def fits(facts: Facts, plan: Plan, cluster: Cluster, *, micro: int, seq: int) -> bool:
-    """Whether that is there on every tier."""
+    """Whether every tier has what a rank needs."""
     request = Request(facts=facts, cluster=cluster, global_batch=cluster.world, seq=seq)
     return not any(overflows(needs(facts, plan, cluster, micro=micro, seq=seq), request))
 
 
 def tflops(found: Estimate) -> float:
-    """A GPU's, the recomputed forward counted."""
+    """TFLOP/s per GPU, including the recomputed forward."""
     return found.flops_per_s * RECOMPUTED / TERA
 
 
 def written(plan: Plan) -> str:
-    """P/G/OS and what else a plan has."""
+    """P/G/OS and the other settings of a plan, in short."""
     spreads = "/".join(state.spread for state in (plan.params, plan.grads, plan.optim))
     tiers = "/".join(state.tier for state in (plan.params, plan.grads, plan.optim))
     wires = "|".join(state.wire or "raw" for state in (plan.params, plan.grads, plan.optim))

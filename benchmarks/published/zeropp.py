@@ -1,4 +1,4 @@
-"""A: ZeRO++ on V100s, and ours beside it."""
+"""A: ZeRO++ on V100s, and our zeropp beside it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,8 +13,8 @@ from shardwise.plans.builtin import builtin
 from shardwise.plans.plan import Plan
 
 ZEROPP_MODELS = {
-    # 40 layers of 6144 are in DeepSpeed's tutorial. The others' shapes could not be read; layers of
-    # 12288, as GPT-3's, give 49, 91 and 138 billion with a whole number of layers.
+    # 40 layers of 6144 are in DeepSpeed's tutorial. The other shapes could not be read; layers of
+    # 12288, as in GPT-3, give 49, 91 and 138 billion with a whole number of layers.
     "18B": "gpt:layers=40,width=6144,heads=48",
     "49B": "gpt:layers=27,width=12288,heads=96",
     "91B": "gpt:layers=50,width=12288,heads=96",
@@ -22,7 +22,7 @@ ZEROPP_MODELS = {
 }
 LINKS = {1: "dgx2-v100-100g", 2: "dgx2-v100-200g", 4: "dgx2-v100-400g", 8: "dgx2-v100"}
 
-ZEROPP = {  # (links, tokens a GPU): by model, TFLOP/s a GPU of ZeRO-3 and of ZeRO++
+ZEROPP = {  # (links, tokens per GPU): by model, TFLOP/s per GPU of ZeRO-3 and of ZeRO++
     (1, 1024): {"18B": (14, 31), "49B": (11, 22), "91B": (11, 22), "138B": (11, 22)},
     (1, 2048): {"18B": (26, 46), "49B": (20, 38), "91B": (20, 38), "138B": (20, 38)},
     (2, 2048): {"18B": (37, 50), "138B": (32, 48)},
@@ -38,7 +38,7 @@ def _links(count: int) -> str:
 
 
 def deepspeed_zero3(prefetch: int) -> Plan:
-    """ZeRO-3 as DeepSpeed runs it, to be priced flat."""
+    """ZeRO-3 as in DeepSpeed, to be priced with flat collectives."""
     plan = presets.zero3(precision=mixed("float16"))
     return replace(plan, activations="recompute", prefetch=prefetch)
 
@@ -100,7 +100,7 @@ def zeropp_rows(
 
 
 def tutorial_rows() -> Iterator[Row]:
-    """The log of DeepSpeed's tutorial, whose network is not named."""
+    """The log of DeepSpeed's tutorial, which does not name the network."""
     for links in (1, 8):
         before, after = zeropp_pair("18B", links, 512, 0, world=64)
         where = f"18B, 512 tokens, 64 GPUs, {_links(links)} assumed"
@@ -126,7 +126,7 @@ def tutorial_rows() -> Iterator[Row]:
 
 
 def our_zeropp_rows() -> Iterator[Row]:
-    """What shardwise's own preset would make of it: hops by level, int8 in the node, overlap."""
+    """The same with shardwise's preset: hops by level, int8 in the node, overlap."""
     for (links, tokens), models in ZEROPP.items():
         for model in models:
             cluster = load_cluster(LINKS[links])
@@ -144,9 +144,9 @@ def our_zeropp_rows() -> Iterator[Row]:
 
 
 _DEEPSPEED = (
-    "ZeRO-3 is one flat ring over all ranks for each layer; ZeRO++ gathers int8 flat, keeps a copy "
-    "in the node and reduces int4 all to all on both hops. Shapes of 49B, 91B and 138B are "
-    "assumed (12288 wide). TFLOP/s count the recomputed forward, as DeepSpeed does."
+    "ZeRO-3 uses one flat ring over all ranks for each layer; ZeRO++ all-gathers int8 in a flat "
+    "ring, keeps a copy in the node and reduces int4 all-to-all on both hops. Shapes of 49B, 91B "
+    "and 138B are assumed (12288 wide). TFLOP/s include the recomputed forward, as in DeepSpeed."
 )
 
 GROUPS = (
@@ -154,38 +154,40 @@ GROUPS = (
         "A1",
         "ZeRO++ on 384 V100, gathers not hidden",
         _DEEPSPEED,
-        "This way was tried second, when A2 did not agree, so its agreement is weaker evidence "
-        "than it looks. Speed-ups are within 30 %; TFLOP/s are up to 1.6 times too high, most at "
-        "1K tokens. Part of that may be compute, priced at 70 TFLOP/s, a peak of matrix products. "
-        "That does not explain 49B to 138B on one link, which are published slower than 18B "
-        "although they send as many bytes for an operation; we do not know why.",
+        "This was tried second, when A2 did not agree, so its agreement is weaker evidence than it "
+        "seems. Speed-ups are within 30 %; TFLOP/s are up to 1.6 times too high, most at 1K "
+        "tokens. Part of that may be compute, priced at 70 TFLOP/s, a peak of matrix products. "
+        "That does not explain 49B to 138B on one link, which were published as slower than 18B "
+        "although they send as many bytes per operation; we do not know why.",
         lambda: zeropp_rows(0),
     ),
     Group(
         "A2",
-        "ZeRO++ on 384 V100, hidden as well as here",
+        "ZeRO++ on 384 V100, gathers hidden as in shardwise",
         _DEEPSPEED,
-        "With all gathers one layer ahead, four links would leave ZeRO-3 next to nothing to wait "
-        "for, and the work of encoding would eat what ZeRO++ saves. The published figures "
-        "themselves say that DeepSpeed waited: from 1K to 2K tokens ZeRO-3's steps grew by 38 to "
-        "85 % of the compute of 1K (of rounded bars), and hidden compute on one link would add "
-        "nothing. So DeepSpeed lies between A1 and A2.",
+        "With all gathers one layer ahead, ZeRO-3 would wait for almost nothing on four links, and "
+        "encoding would cost as much as ZeRO++ saves. The published figures themselves show that "
+        "DeepSpeed waited: from 1K to 2K tokens ZeRO-3's steps grew by 38 to 85 % of the compute "
+        "of 1K (from rounded bars), while compute hidden behind one link would add nothing. So "
+        "DeepSpeed is between A1 and A2.",
         lambda: zeropp_rows(1),
     ),
     Group(
         "A3",
         "ZeRO++ in DeepSpeed's tutorial",
-        "18B, 64 V100, gathers not hidden. The log does not name the network: both ends are shown.",
+        "18B, 64 V100, gathers not hidden. The log does not name the network, so both extremes are "
+        "shown.",
         "One link gives the speed-up and four fifths of both steps, eight links give neither; but "
-        "as we chose the link, that confirms little. What is missing (1.9 s and 0.8 s) is about "
-        "as long as all compute (1.1 s), so that compute alone is not it; we do not know what is.",
+        "as we chose the link, that confirms little. What is missing (1.9 s and 0.8 s) is about as "
+        "long as all compute (1.1 s), so compute alone does not explain it; we do not know what "
+        "does.",
         tutorial_rows,
     ),
     Group(
         "A4",
         "shardwise's zeropp over DeepSpeed's ZeRO-3",
-        "The preset as it is (int8 in the node, int4 between nodes, one hop a level, gathers one "
-        "layer ahead) against ZeRO-3 of A1. Nobody has published such a figure.",
+        "The preset as it is (int8 in the node, int4 between nodes, one hop per level, gathers one "
+        "layer ahead) against ZeRO-3 of A1. There are no published figures for this.",
         "",
         our_zeropp_rows,
     ),

@@ -1,1 +1,1 @@
-"""Benchmarks beside peers: contenders, and an emulated cluster with slow links on one machine."""
+"""Benchmarks against peers: contenders, and an emulated cluster with slow links on one machine."""

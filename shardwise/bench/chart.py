@@ -1,7 +1,7 @@
-"""The chart of a benchmark as SVG, without a plotting library: a row a contender, a panel a rate.
+"""The chart of a benchmark as SVG: a row per contender, a panel per rate.
 
-Panels have scales of their own, each from zero, because rates differ by orders of magnitude; within
-a panel lengths compare. The last panel shows bytes, with a mark where `explain` predicts them.
+Each panel has its own scale from zero, because rates differ by orders of magnitude; lengths compare
+within a panel. The last panel shows bytes, with a mark at the prediction of `explain`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from shardwise.core.svg import ACCENT, FAINT, MARK, MUTED, RULE, TEXT, document,
 
 _LABEL_WIDTH, _PANEL_WIDTH, _GAP, _MARGIN = 130, 170, 22, 20
 _VALUE_WIDTH = 62
-"""Room right of the longest bar for its figure."""
+"""Room to the right of the longest bar for its figure."""
 _ROW_HEIGHT, _BAR_HEIGHT = 26, 16
 _HEAD_HEIGHT, _FOOT_HEIGHT = 84, 66
 
@@ -47,7 +47,7 @@ def draw(result: Result) -> str:
             lambda row: f"{_seconds(row):.2f}",
         )
     parts += _panel(
-        result, num_panels - 1, "sent a step, a node", result.rates[0].rows, _sent,
+        result, num_panels - 1, "sent per step and node", result.rates[0].rows, _sent,
         lambda row: format_bytes(_sent(row)), mark=_predicted,
     )  # fmt: skip
     foot = height - 34

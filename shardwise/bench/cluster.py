@@ -1,16 +1,15 @@
-"""A cluster with slow links on one machine: a network namespace a node, joined by shaped links.
+"""A cluster with slow links on one machine: one network namespace per node, joined by shaped links.
 
-Two nodes share one veth pair; more hang on a bridge in a namespace of its own. Every node's end of
-its link is called `slow0` and shaped on both ends by a token bucket, so that what leaves a node is
-paced by the kernel, and the kernel's counters of that interface say what left it. Ranks of one node
-reach each other through the namespace's own loopback, which is not shaped.
+Two nodes share one veth pair; more nodes are joined by a bridge in a separate namespace. Every
+node's end of its link is called `slow0`, and a token bucket shapes both ends, so the kernel paces
+what leaves a node, and the kernel's counters of that interface count it. Ranks of one node
+communicate over the namespace's own loopback, which is not shaped.
 
 [Note: Cleaning up]
-A namespace's name holds the process that made it and when that process started. `close` ends
-every process inside before it removes a namespace, which takes the links with it; it runs on every
-way out that Python sees (`signals_raised` turns signals into exceptions). What a run leaves that
-was killed outright is removed by the next one, and only if the name is of this form and its owner
-is gone.
+The name of a namespace has the id and start time of the process that created it. `close` ends
+every process inside a namespace before it removes it, and the links with it; it runs on every exit
+that Python sees (`signals_raised` turns signals into exceptions). If a run is killed, the next run
+removes its namespaces, but only if the name has this form and the owner has ended.
 
 Imports no torch. Needs root, `ip` and `tc`.
 """
@@ -39,12 +38,13 @@ INTERFACE = "slow0"
 """A node's end of its slow link, in the node's namespace."""
 BURST_BYTES = 256 * 1024
 QUEUE_MS = 200
-"""How long a packet may wait in the token bucket before it is dropped."""
+"""How long a packet may wait at the token bucket before it is dropped."""
 CONGESTION_CONTROL = "reno"
-"""Of TCP in all nodes, whatever the host's is; every kernel has it. Under `bbr` ranks that share a
-link got unequal shares of it: at 50 Mbit/s a hop of 1 MB took up to 1.6 times as long as others."""
+"""TCP's congestion control in all nodes, whatever the host uses; every kernel has it. With `bbr`,
+ranks that share a link got unequal shares: at 50 Mbit/s a hop of 1 MB took up to 1.6 times as long
+as others."""
 GSO_BYTES = 16384
-"""Larger super-packets would not fit the bucket and be dropped."""
+"""Larger super-packets would not fit into the bucket and would be dropped."""
 MAX_NODES = 99
 _NAME = re.compile(r"swbench-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{6}(-\w+)?")
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg]?)bit")
@@ -59,12 +59,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ClusterError(UsageError):
-    """The machine cannot emulate a cluster; the sentence says why."""
+    """The machine cannot emulate a cluster; the message tells why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast a link is; None for as fast as it goes."""
+    """The rate of a link; None: not limited."""
 
     bits_per_s: int | None
 
@@ -80,7 +80,7 @@ class Rate:
             return cls(None)
         found = _RATE.fullmatch(text.lower())
         if not found or float(found["number"]) == 0:
-            raise UsageError(f"{text!r} is no rate: write 200mbit, 1.5gbit, 64kbit or none")
+            raise UsageError(f"{text!r} is not a rate: write 200mbit, 1.5gbit, 64kbit or none")
         return cls(round(float(found["number"]) * _UNIT_BITS[found["unit"]]))
 
     def __str__(self) -> str:
@@ -99,16 +99,16 @@ def parse_latency_us(text: str) -> int:
     """
     found = _LATENCY.fullmatch(text.lower())
     if not found:
-        raise UsageError(f"{text!r} is no latency: write 0ms, 1.5ms, 300us or 1s")
+        raise UsageError(f"{text!r} is not a latency: write 0ms, 1.5ms, 300us or 1s")
     return round(float(found["number"]) * _UNIT_US[found["unit"]])
 
 
 class Cluster:
-    """Namespaces and links from `__enter__` to `__exit__`; a directory for the run's files."""
+    """Namespaces and links, from `__enter__` to `__exit__`, and a directory for the run's files."""
 
     def __init__(self, nodes: int) -> None:
         if not 2 <= nodes <= MAX_NODES:
-            raise UsageError(f"a cluster has 2 to {MAX_NODES} nodes, not {nodes}")
+            raise UsageError(f"a cluster must have 2 to {MAX_NODES} nodes, not {nodes}")
         self.num_nodes = nodes
         self.name = f"swbench-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(3)}"
         self.directory = Path(tempfile.gettempdir()) / self.name
@@ -136,11 +136,11 @@ class Cluster:
         self.close()
 
     def address(self, node: int) -> str:
-        """Of equal length for all nodes: torchrun numbers nodes in the order of these strings."""
+        """A node's address; all have equal length, as torchrun numbers nodes in string order."""
         return f"10.77.0.{100 + node}"
 
     def shape(self, rate: Rate, latency_us: int = 0) -> None:
-        """Give all links a rate and a one-way latency; while nobody sends."""
+        """Set the rate and one-way latency of all links, while no rank sends."""
         for node in range(self.num_nodes):
             for namespace, interface in self._ends(node):
                 self._shape_end(namespace, interface, rate, latency_us)
@@ -149,14 +149,14 @@ class Cluster:
     def start(
         self, node: int, command: Sequence[str], environment: dict[str, str], log: IO[Any]
     ) -> subprocess.Popen[bytes]:
-        """Run a command in a node; the kernel ends it when this process ends, however it does."""
+        """Run a command in a node; the kernel kills it when this process ends, however it does."""
         process = subprocess.Popen(
             [_tool("ip"), "netns", "exec", self._node_name(node), *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C reaches us alone, and we end the rest in order
+            start_new_session=True,  # Ctrl-C reaches only us, and we end the rest in order
             preexec_fn=die_with_parent,
         )
         self._processes.append(process)
@@ -206,8 +206,8 @@ class Cluster:
             _must("ip", "netns", "exec", namespace, "sh", "-c", write)
 
     def _name_nodes(self, namespace: str) -> None:
-        """Names for addresses: torch asks for them, and no name server answers in a namespace."""
-        folder = _ETC / namespace  # `ip netns exec` shows its files in /etc
+        """Give nodes names: torch resolves them, and namespaces have no name server."""
+        folder = _ETC / namespace  # `ip netns exec` mounts its files over /etc
         folder.mkdir(parents=True)
         nodes = [f"{self.address(node)} node{node}\n" for node in range(self.num_nodes)]
         local = f"127.0.0.1 localhost {platform.node()}\n"
@@ -221,7 +221,7 @@ class Cluster:
         return f"{self.name}-n{node}"
 
     def _ends(self, node: int) -> Iterator[tuple[str, str]]:
-        """Both ends of a node's link: between two nodes the other end is the other node's."""
+        """Both ends of a node's link; with two nodes the other end is the other node's."""
         yield self._node_name(node), INTERFACE
         if self._has_hub:
             yield f"{self.name}-hub", f"port{node}"
@@ -243,7 +243,7 @@ class Cluster:
 
 
 def check_machine() -> None:
-    """Raises what keeps this machine from emulating a cluster."""
+    """Raise if this machine cannot emulate a cluster."""
     if os.geteuid() != 0:
         raise ClusterError(
             "only root may create network namespaces and shape links: run it as root or with sudo"
@@ -253,7 +253,7 @@ def check_machine() -> None:
 
 
 def sweep() -> None:
-    """Remove what runs left that were killed outright: names of ours whose owner is gone."""
+    """Remove namespaces of killed runs: those with our form of name whose owner has ended."""
     for namespace in list_namespaces():
         if is_abandoned(namespace):
             _end_processes(namespace)
@@ -264,13 +264,13 @@ def sweep() -> None:
 
 
 def list_namespaces() -> list[str]:
-    """The names of all network namespaces, ours or not."""
+    """The names of all network namespaces, including others'."""
     folder = Path("/run/netns")
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def is_abandoned(name: str) -> bool:
-    """Whether a name has our form and its owner has ended; a later process of its id is another."""
+    """Whether a name has our form and its owner has ended (the id may have been reused)."""
     found = _NAME.fullmatch(name)
     return found is not None and _start_time(int(found["pid"])) != int(found["start"])
 
@@ -282,7 +282,7 @@ def die_with_parent() -> None:
 
 @contextmanager
 def signals_raised() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program through `finally` clauses, as Ctrl-C does anyway."""
+    """SIGTERM and SIGHUP end the program through `finally` clauses, as Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -297,7 +297,7 @@ def signals_raised() -> Iterator[None]:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals wait: cleaning up is short, and half of it is worse than a delay."""
+    """Delay signals during clean-up, which is short and must be complete."""
     waiting = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     try:
@@ -314,7 +314,7 @@ def _join(namespace: str, interface: str, other: str, other_interface: str) -> N
 
 
 def _end_processes(namespace: str) -> None:
-    """Ask, then force, every process inside a namespace to end."""
+    """Terminate every process inside a namespace; kill those that remain."""
     force_at = time.monotonic() + _PATIENCE_S
     give_up_at = force_at + _PATIENCE_S
     asked: set[int] = set()
@@ -331,7 +331,7 @@ def _end_processes(namespace: str) -> None:
 def _remove(namespace: str) -> None:
     _run("ip", "netns", "del", namespace)
     shutil.rmtree(_ETC / namespace, ignore_errors=True)
-    with contextlib.suppress(OSError):  # somebody else's files are in it
+    with contextlib.suppress(OSError):  # it has files of others
         _ETC.rmdir()
 
 
@@ -341,12 +341,12 @@ def _processes_in(namespace: str) -> list[int]:
 
 
 def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it was faster
+    with contextlib.suppress(ProcessLookupError):  # it has already ended
         os.kill(pid, number)
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None when there is none of that id."""
+    """When a process started, in ticks since boot; None: there is no process with this id."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
@@ -357,7 +357,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; the name before them may hold anything."""
+    """The fields of /proc/PID/stat from the state on; the name before it may have any character."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -369,7 +369,7 @@ def _tool(name: str) -> str:
     found = shutil.which(name, path=search)
     if not found:
         raise ClusterError(
-            f"there is no `{name}` command here: install iproute2 (apt-get install iproute2)"
+            f"there is no `{name}` command: install iproute2 (apt-get install iproute2)"
         )
     return found
 
@@ -391,5 +391,5 @@ def _must(name: str, *arguments: str) -> None:
         said = said.removeprefix("Error: ").rstrip(".")
         hint = ""
         if "netem" in arguments and "unknown" in said:
-            hint = " (this kernel has no netem: only --latency 0ms can be had)"
+            hint = " (this kernel has no netem: use --latency 0ms)"
         raise ClusterError(f"the kernel refused `{' '.join((name, *arguments))}`: {said}{hint}")

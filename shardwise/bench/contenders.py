@@ -1,4 +1,4 @@
-"""What takes part in a benchmark: our plans and the peers, each as one step on one batch.
+"""The contenders of a benchmark: our plans and the peers, each as one step on one batch.
 
 All train the same model from the same weights on the same data with torch's fused AdamW. Names
 that start with `torch-` and `deepspeed` are peers; every other name is a preset or a plan's file.
@@ -25,19 +25,19 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something that trains."""
+    """A model with a strategy that trains it."""
 
     name: str
     step: Callable[[Tensor], float]
     """One optimizer step on a batch; returns this rank's loss."""
     drain: Callable[[], None]
-    """Returns when no communication is under way."""
+    """Returns when no communication is in flight."""
     close: Callable[[], None] = lambda: None
     """Ends its communication for good; collective."""
 
 
 def build(name: str, setting: Setting) -> Contender:
-    """The contender of that name; collective."""
+    """The contender with this name; collective."""
     return _BUILDERS.get(name, _build_plan)(name, setting)
 
 
@@ -46,7 +46,7 @@ def is_peer(name: str) -> bool:
 
 
 def plan_of(name: str, setting: Setting) -> Plan:
-    """The named plan, in the benchmark's dtype unless the plan has chosen one itself."""
+    """The named plan, in the benchmark's dtype unless the plan sets its own."""
     plan = load_plan(name)
     if not setting.is_mixed or plan.precision.compute:
         return plan
@@ -55,7 +55,7 @@ def plan_of(name: str, setting: Setting) -> Plan:
 
 
 def batch(setting: Setting, index: int) -> Tensor:
-    """This rank's batch of the given number: inputs and, shifted by one, labels."""
+    """This rank's batch with this index: inputs and, shifted by one, labels."""
     generator = torch.Generator().manual_seed(index * 1000 + dist.get_rank())
     return torch.randint(256, (1, setting.seq + 1), generator=generator)
 
@@ -76,7 +76,7 @@ def _build_plan(name: str, setting: Setting) -> Contender:
 
 
 def _build_ddp(name: str, setting: Setting) -> Contender:
-    """Everything in the benchmark's dtype, weights and optimizer too."""
+    """DDP with everything in the benchmark's dtype, including weights and optimizer."""
     from torch.nn.parallel import DistributedDataParallel
 
     model = _model(setting).to(_dtype(setting))
@@ -85,12 +85,12 @@ def _build_ddp(name: str, setting: Setting) -> Contender:
 
 
 def _build_ddp_hook(name: str, setting: Setting) -> Contender:
-    """Float32 weights; autocast in forward and backward, gradients compressed on the wire."""
+    """DDP with float32 weights, autocast in forward and backward, and compressed gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
 
     def compress(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        # DDP refuses the hook without NCCL, by its name; gloo has summed bfloat16 for long.
+        # DDP refuses its own bf16 hook without NCCL, although gloo can sum bfloat16.
         return bf16_compress_hook(state, bucket)
 
     wrapped = DistributedDataParallel(_model(setting), gradient_as_bucket_view=True)
@@ -106,7 +106,7 @@ def _build_fsdp2(name: str, setting: Setting) -> Contender:
 
     model: Any = _model(setting)
     if not hasattr(model, "blocks"):
-        raise UsageError(f"{name} takes the built-in models, gpt-tiny ... gpt-xl, only")
+        raise UsageError(f"{name} only takes the built-in models gpt-tiny ... gpt-xl")
     topology = Topology.parse(setting.levels)
     world, inner = topology.world, topology.levels[0].size
     if name == "torch-hsdp":
@@ -123,7 +123,7 @@ def _build_fsdp2(name: str, setting: Setting) -> Contender:
 
 
 def _build_deepspeed(name: str, setting: Setting) -> Contender:
-    """ZeRO stage 3 with its own engine; gradients are not clipped, as nobody else's are."""
+    """DeepSpeed's ZeRO-3 with its own engine; no contender clips gradients."""
     import deepspeed
 
     model = _model(setting)
@@ -188,4 +188,4 @@ def _plain_step(
 
 
 def _nothing() -> None:
-    """Peers wait for their communication inside a step."""
+    """Drain for peers, which wait for their communication inside a step."""

@@ -1,4 +1,4 @@
-"""A job: ranks on all nodes of a cluster, started by torchrun and led through a Unix socket.
+"""A job: ranks on all nodes of a cluster, started by torchrun and controlled over a Unix socket.
 
 Imports no torch.
 """
@@ -24,7 +24,7 @@ from shardwise.core.errors import UsageError
 from shardwise.train.launch import WorkerError, rank_environment
 
 START_LIMIT_S = 180.0
-"""How long ranks may take to start Python and find each other."""
+"""How long ranks may take to start Python and connect to each other."""
 _GRACE_S = 5.0
 _FIRST_PORT = 29400
 _ERROR = re.compile(r"^\w*Error: .*$", re.MULTILINE)
@@ -42,7 +42,7 @@ class _Rank:
 
 
 def processors_of(node: int, num_nodes: int, processors: Collection[int]) -> set[int]:
-    """A node's part of the processors; nodes share where they are more.
+    """A node's share of the processors; nodes share processors if there are fewer than nodes.
 
     >>> [processors_of(node, 2, range(5)) for node in range(2)]
     [{0, 1}, {2, 3}]
@@ -57,10 +57,10 @@ def processors_of(node: int, num_nodes: int, processors: Collection[int]) -> set
 
 
 class Job:
-    """Ranks that wait for messages. Jobs of one cluster live side by side, one busy at a time.
+    """Ranks that wait for messages. A cluster may have several jobs, one of them busy at a time.
 
-    ``apart`` gives nodes processors of their own, as far as there are enough. Otherwise ranks of
-    all nodes wander over all processors, and steps vary more from turn to turn.
+    ``apart`` gives each node its own processors, if there are enough. Otherwise ranks of all nodes
+    move between all processors, and steps vary more from turn to turn.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Job:
         self._ranks: list[_Rank] = []
 
     def wait_until_started(self) -> None:
-        """Returns when every rank has said Hello."""
+        """Return when every rank has sent Hello."""
         self._listener.settimeout(0.2)
         give_up_at = time.monotonic() + START_LIMIT_S
         while len(self._ranks) < self._world:
@@ -107,13 +107,13 @@ class Job:
         self._ranks.sort(key=lambda rank: rank.hello.rank)
 
     def ask(self, message: Any) -> list[Any]:
-        """Send a message to all ranks; their answers in order of rank. Raises the first failure."""
+        """Send a message to all ranks; return their answers by rank. Raises the first failure."""
         answers: dict[int, Any] = {}
         try:
             for rank in self._ranks:
                 rank.connection.send(message)
         except BrokenPipeError:
-            pass  # the answers tell who it was, and why
+            pass  # the answers tell which rank ended, and why
         while len(answers) < self._world:
             waiting = {r.connection: r for r in self._ranks if r.hello.rank not in answers}
             for connection in wait(list(waiting)):
@@ -126,7 +126,7 @@ class Job:
         return self._ranks[rank].hello.node
 
     def leave(self) -> None:
-        """Let the ranks go; whoever does not is ended with the cluster."""
+        """Ask the ranks to leave; those that do not are ended with the cluster."""
         for rank in self._ranks:
             rank.connection.send(Leave())
         give_up_at = time.monotonic() + _GRACE_S
@@ -159,7 +159,7 @@ class Job:
         allowed = os.sched_getaffinity(0)
         own = processors_of(node, cluster.num_nodes, allowed) if self._apart else allowed
         with self._log(node).open("wb") as log:
-            os.sched_setaffinity(0, own)  # which the agent and its ranks inherit
+            os.sched_setaffinity(0, own)  # inherited by the agent and its ranks
             try:
                 return cluster.start(node, command, _environment(self._world), log)
             finally:
@@ -169,12 +169,12 @@ class Job:
         return self._cluster.directory / f"{self.name}-node{node}.log"
 
     def _cause(self, node: int) -> str:
-        """The first error of a node's log: those after it are torchrun's, about the first."""
+        """The first error in a node's log; later ones are torchrun's reports of it."""
         error = _ERROR.search(self._log(node).read_text(errors="replace"))
         return f": {error.group()}" if error else ""
 
     def _check(self, answers: dict[int, Any]) -> None:
-        """Raises the failure that came first: what others say is usually its consequence."""
+        """Raise the earliest failure: the others are usually its consequences."""
         for number, answer in answers.items():
             if answer is None:
                 self._fail(f"{self._ranks[number].place} {self._end_of(self._ranks[number])}")
@@ -185,7 +185,7 @@ class Job:
                 self._fail(f"{self._ranks[number].place}: {answer.sentence}", answer.trace)
 
     def _end_of(self, rank: _Rank) -> str:
-        """How a rank ended that said nothing, as torchrun's log has it a moment later."""
+        """How a rank without an answer ended, from torchrun's log, which has it a moment later."""
         give_up_at = time.monotonic() + _GRACE_S
         while time.monotonic() < give_up_at:
             log = self._log(rank.hello.node).read_text(errors="replace")
@@ -193,7 +193,7 @@ class Job:
                 if int(pid) == rank.hello.pid:
                     return _how(int(code))
             time.sleep(0.1)
-        return "ended and said nothing"
+        return "ended without a message"
 
     def _fail(self, sentence: str, trace: str = "") -> NoReturn:
         kept = Path(tempfile.mkdtemp(prefix="shardwise-"))
@@ -205,7 +205,7 @@ class Job:
 
 
 def _receive(rank: _Rank) -> Any:
-    """A rank's answer; None when it ended without one."""
+    """A rank's answer; None: it ended without one."""
     try:
         return rank.connection.recv()
     except (EOFError, ConnectionResetError):
@@ -215,11 +215,11 @@ def _receive(rank: _Rank) -> Any:
 def _how(exit_code: int) -> str:
     if exit_code < 0:
         return f"was stopped by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code} and said nothing"
+    return f"ended with exit code {exit_code} and no message"
 
 
 def _environment(world: int) -> dict[str, str]:
-    """All ranks share this machine's cores, whatever their node; gloo takes the slow link."""
+    """Environment of ranks: all share this machine's cores, and gloo uses the slow link."""
     ours = str(Path(shardwise.__file__).parents[1])
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "GLOO_"))

@@ -1,6 +1,6 @@
-"""A memory limit that the kernel enforces: one control group a process, removed afterwards.
+"""A memory limit that the kernel enforces: one control group per process, removed afterwards.
 
-Both versions of the controller are known. What a process uses beyond its limit ends it (SIGKILL).
+Supports both versions of the controller. A process that exceeds its limit is killed (SIGKILL).
 """
 
 import os
@@ -14,12 +14,12 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryLimit:
-    """A control group with a limit; processes join it, best before they allocate anything."""
+    """A control group with a limit; processes should join it before they allocate anything."""
 
     def __init__(self, name: str, limit_bytes: int, root: Path = _ROOT) -> None:
         self._is_v1 = (root / "memory" / "memory.limit_in_bytes").exists()
         if not self._is_v1 and not (root / "cgroup.controllers").exists():
-            raise UsageError(f"{root} has no memory controller; use a Linux that has one.")
+            raise UsageError(f"{root} has no memory controller; use a Linux kernel that has one.")
         self._group = (root / "memory" if self._is_v1 else root) / name
         self._limit_bytes = limit_bytes
 
@@ -28,15 +28,15 @@ class MemoryLimit:
             self._group.mkdir()
             if self._is_v1:
                 (self._group / "memory.limit_in_bytes").write_text(str(self._limit_bytes))
-                # Otherwise what does not fit goes to a swap device, where there is one.
+                # Otherwise the excess goes to a swap device, if there is one.
                 self._set_if_there("memory.memsw.limit_in_bytes", str(self._limit_bytes))
             else:
                 (self._group / "memory.max").write_text(str(self._limit_bytes))
                 self._set_if_there("memory.swap.max", "0")
         except OSError as error:
             raise UsageError(
-                f"The control group {self._group} cannot be made ({error.strerror}); run as root "
-                "on a machine that lets root make control groups."
+                f"The control group {self._group} cannot be created ({error.strerror}); run as "
+                "root on a machine where root may create control groups."
             ) from None
         return self
 
@@ -45,12 +45,12 @@ class MemoryLimit:
             (self._group / file).write_text(value)
 
     def join(self, pid: int | None = None) -> None:
-        """Puts a process (this one) under the limit."""
+        """Put a process under the limit; by default this one."""
         (self._group / "cgroup.procs").write_text(str(pid or os.getpid()))
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was ever charged, page cache included."""
+        """The peak of charged memory, including page cache."""
         file = "memory.max_usage_in_bytes" if self._is_v1 else "memory.peak"
         return int((self._group / file).read_text())
 
@@ -60,7 +60,7 @@ class MemoryLimit:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for _ in range(50):  # a process that has just ended may still be leaving
+        for _ in range(50):  # a process that has just ended may still be in it
             try:
                 self._group.rmdir()
                 return

@@ -1,15 +1,15 @@
-"""The peak memory of one contender: what its ranks hold above a process that has no model yet."""
+"""The peak memory of one contender, above that of a process without a model."""
 
 from pathlib import Path
 
 STEPS = 4
-"""The first one makes the states; later ones fill what it left."""
+"""The first step creates the states; later ones reuse their memory."""
 
 
 def peak_bytes(contender: str, setting: "dict[str, object]") -> int:
-    """Builds and trains a contender; returns the largest rank's peak. Collective.
+    """Build and train a contender; return the largest peak of all ranks. Collective.
 
-    To be called once in a process: what was freed may still count.
+    Call it once per process: freed memory may still count.
     """
     import torch
     import torch.distributed as dist
@@ -31,7 +31,7 @@ def peak_bytes(contender: str, setting: "dict[str, object]") -> int:
 
 
 def _load_libraries() -> None:
-    """Every library that any contender uses, so that only models and states are counted."""
+    """Import every library that a contender uses, so that only models and states are counted."""
     import torch
     import torch._dynamo
     import torch.distributed.fsdp

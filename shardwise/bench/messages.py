@@ -1,9 +1,9 @@
-"""What the parent of a benchmark and its ranks say to each other, pickled over a Unix socket.
+"""The messages between the parent of a benchmark and its ranks, pickled over a Unix socket.
 
-A socket with a path works across network namespaces, so that commands never touch the links that
-are measured, and a rank's end is seen at once as the end of its connection. A rank says Hello;
+A socket with a path works across network namespaces, so commands never use the links that are
+measured, and the end of a rank is noticed at once as the end of its connection. A rank sends Hello;
 then it answers each Build and Drop with Ready, each Turn with Measured, each Call with Returned, or
-anything with Failed.
+any of them with Failed.
 
 Imports no torch.
 """
@@ -18,12 +18,12 @@ class Setting:
 
     model: str = "gpt-small"
     dtype: str = "float32"
-    """Of forward, backward and the wire; weights and optimizer stay in float32."""
+    """Dtype of forward, backward and transfers; weights and optimizer stay in float32."""
     seq: int = 128
     levels: str = "node=2,world=1"
     """The grid of ranks, innermost first."""
     deferred: bool = False
-    """Whether our plans' models are built without memory; their weights then differ from peers'."""
+    """Whether our models are built without memory; their weights then differ from peers'."""
     in_float32: bool = False
     """Whether bfloat16 products are computed in float32 (`matmul`)."""
 
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Make a contender and keep it."""
+    """Build a contender and keep it."""
 
     contender: str
     setting: Setting
@@ -45,22 +45,22 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A contender has had its turns: its process groups, whose threads never rest, go."""
+    """Remove a contender with its process groups, whose threads never rest."""
 
     contender: str
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Train some steps, first without and then with the clock and the counters."""
+    """Train some steps, first untimed, then with the clock and the counters."""
 
     contender: str
     warmup: int
     steps: int
     drained: bool = True
-    """Whether the clock runs until nothing travels any more. Otherwise it runs from the end of one
-    step to the end of another while refreshes travel on, as in a long training; the counters then
-    also have what the warm-up left on its way."""
+    """Whether the clock runs until all communication has ended. Otherwise it runs from the end of
+    one step to the end of another while refreshes continue, as in a long training; the counters
+    then also include what the warm-up left in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The job is done."""
+    """End the job."""
 
 
 # --- from a rank --------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank is there."""
+    """A rank has started."""
 
     rank: int
     node: int
@@ -96,7 +96,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What crossed an interface in one direction, by the kernel's counters."""
+    """What crossed an interface in one direction, from the kernel's counters."""
 
     num_bytes: int
     num_packets: int
@@ -107,30 +107,30 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one rank saw in the timed steps of a turn."""
+    """What one rank measured in the timed steps of a turn."""
 
     seconds: float
     steps_s: tuple[float, ...]
-    """Each step from its beginning to its end."""
+    """Seconds of each step."""
     loss: float
-    """Of this rank's last step."""
+    """This rank's loss in the last step."""
     sent: Counted
-    """By this rank's node on its slow link, all ranks of the node together."""
+    """What this rank's node sent on its slow link, all ranks of the node together."""
     received: Counted
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a called function answered."""
+    """The result of a called function."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank gives up."""
+    """A rank failed."""
 
     sentence: str
     trace: str
     is_mistake: bool
-    """Whether the user mends it by asking for something else."""
+    """Whether the user corrects it by a different request."""

@@ -1,4 +1,4 @@
-"""The probe on an emulated cluster: what a planner would know of it.
+"""The probe on an emulated cluster: what the planner would know of it.
 
 Imports no torch.
 """
@@ -22,7 +22,7 @@ ENTRY = "shardwise.probing.job:work"
 def probe_cluster(
     nodes: int = 2, ranks: int = 2, *, rate: Rate, latency_us: int = 0, **arguments: Any
 ) -> described.Cluster:
-    """Emulates a cluster of links of a rate, probes it, and takes it down.
+    """Emulate a cluster with links of a rate, probe it, and remove it.
 
     ``arguments`` are those of ``shardwise.probing.job.work``: dtype, path, quick, in_float32.
     """
@@ -39,13 +39,13 @@ def probe_cluster(
 
 
 def probe_job(job: Job, **arguments: Any) -> described.Cluster:
-    """Probes with the ranks of a job that also trains, at the rate that its links have now."""
+    """Probe with the ranks of a job that also trains, at the current rate of its links."""
     answers: list[Returned] = job.ask(Call(ENTRY, arguments))
     return parse_cluster(answers[0].value, origin="of the probe")
 
 
 def median_of(probes: Sequence[described.Cluster]) -> described.Cluster:
-    """One cluster that was probed several times: the median of what its speeds were."""
+    """A cluster that was probed several times, with the median of its speeds."""
 
     def curves(found: Sequence[Mapping[str, Curve]]) -> dict[str, Curve]:
         return {key: Curve.median([each[key] for each in found]) for key in found[0]}

@@ -1,7 +1,7 @@
-"""What few bits cost: the same training under several plans and seeds, by final validation loss.
+"""What lossy wires cost: the same training with several plans and seeds, by validation loss.
 
-All runs of a seed start from the same weights and see the same rows in the same order; only what
-travels differs. Runs are real: four ranks as two nodes of two, every hop in its format.
+All runs with a seed start from the same weights and see the same rows in the same order; only the
+transfers differ. Runs are real: four ranks as two nodes of two, every hop in its format.
 """
 
 import json
@@ -32,12 +32,12 @@ def _wired(plan: Plan, *, params: str = "", grads: str = "", optim: str = "") ->
 
 
 def techniques() -> dict[str, Plan]:
-    """The plans by what they are about; the first is what all are compared with."""
+    """The plans by technique; the first is the baseline."""
     zero3, amsp = presets.zero3(precision=MIXED), presets.amsp(precision=MIXED)
     few_bits = "int4,node=int8"
     return {
         BASELINE: zero3,
-        "amsp (nothing lost)": amsp,  # other sums in other orders: how much rounding alone moves
+        "amsp (nothing lost)": amsp,  # other orders of sums: the effect of rounding alone
         "zeropp": presets.zeropp(precision=MIXED),
         "lean": presets.lean(precision=MIXED),
         "qwZ int8": _wired(zero3, params="int8"),
@@ -52,14 +52,14 @@ def techniques() -> dict[str, Plan]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is trained, and how long."""
+    """What is trained, and for how long."""
 
     model: str = "gpt-mini"
     steps: int = 1000
     seq: int = 64
     global_batch: int = 4
     lr: float = 3e-4
-    """Low enough that rounding does not grow into other losses; see the row of amsp."""
+    """Low enough that rounding does not grow into different losses; see the row of amsp."""
     eval_batches: int = 64
     levels: str = "node=2,world=2"
     workers: int = 4
@@ -74,7 +74,7 @@ class Outcome:
     seed: int
     val_loss: float
     train_loss: float
-    """Mean of the last twentieth of the steps."""
+    """Mean over the last twentieth of the steps."""
     seconds: float
     setting: dict[str, Any]
 
@@ -82,13 +82,13 @@ class Outcome:
 def run(
     names: list[str], seeds: list[int], setting: Setting, results: Path | None = None
 ) -> Iterator[Outcome]:
-    """Runs what ``results`` does not have yet, and appends to it; yields every outcome."""
+    """Run what ``results`` does not have yet, append to it, and yield every outcome."""
     from shardwise.train import launch
 
     known = techniques()
     for name in names:
         if name not in known:
-            raise UsageError(f"'{name}' is no technique; use {', '.join(known)}.")
+            raise UsageError(f"'{name}' is not a technique; use {', '.join(known)}.")
     finished = {(o.technique, o.seed): o for o in read(results) if o.setting == asdict(setting)}
     for seed in seeds:
         for name in names:
@@ -136,7 +136,7 @@ def work(technique: str, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
                 "optim.lr": chosen.lr,
                 "optim.min_lr_ratio": 0.0,
                 "optim.warmup_steps": max(1, chosen.steps // 20),
-                "train.steps": chosen.steps + 1,  # so that its own validation never comes
+                "train.steps": chosen.steps + 1,  # so that it never validates itself
                 "train.seq": chosen.seq,
                 "train.global_batch": chosen.global_batch,
                 "train.eval_batches": chosen.eval_batches,
@@ -164,7 +164,7 @@ class Row:
     technique: str
     val_losses: list[float]
     percent: list[float]
-    """By how much each seed's loss is above the baseline's with the same seed."""
+    """For each seed, by how much its loss exceeds that of the baseline with the same seed."""
 
     @property
     def mean_percent(self) -> float:
@@ -172,7 +172,7 @@ class Row:
 
 
 def summarise(outcomes: list[Outcome]) -> list[Row]:
-    """One row a technique, in the order in which they came."""
+    """One row per technique, in the order of their first outcome."""
     losses: dict[str, dict[int, float]] = {}
     for outcome in outcomes:
         losses.setdefault(outcome.technique, {})[outcome.seed] = outcome.val_loss

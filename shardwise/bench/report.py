@@ -1,4 +1,4 @@
-"""What a benchmark found: tables for people, JSON for programs, files to keep."""
+"""The result of a benchmark: tables for people, JSON for programs, files to keep."""
 
 import json
 from pathlib import Path
@@ -12,16 +12,16 @@ from shardwise.bench.chart import draw
 from shardwise.bench.run import HEADER_BYTES, RateResult, Result, Row
 
 LEGEND = (
-    "s/step: median of the rounds, then the fastest and the slowest.",
+    "s/step: median of the rounds; rounds: the fastest and the slowest.",
     "x peer: median of the rounds' ratios to the fastest peer.",
-    "sent: MB a step that the busiest node put on its slow link, by the kernel's counters.",
-    "plan: MB that `shardwise explain` says leave a node, which has no headers in it.",
-    f"of plan: sent, less {HEADER_BYTES} bytes a packet of headers, over plan.",
+    "sent: MB per step that the busiest node sent on its slow link, from the kernel's counters.",
+    "plan: MB per step that leave a node according to `shardwise explain`, without headers.",
+    f"of plan: sent, less {HEADER_BYTES} bytes of headers per packet, relative to plan.",
 )
 
 
 def to_dict(result: Result) -> dict[str, Any]:
-    """The result in JSON's types."""
+    """The result as plain data for JSON."""
     bench = result.bench
     return {
         "nodes": bench.nodes,
@@ -49,7 +49,7 @@ def to_dict(result: Result) -> dict[str, Any]:
 
 
 def print_tables(result: Result, console: Console) -> None:
-    """One table a rate, and what one should know to read it."""
+    """Print one table per rate, and a legend."""
     bench = result.bench
     console.print(
         f"[bold]{bench.model}[/bold], {bench.dtype}, sequence {bench.seq}, "
@@ -65,7 +65,7 @@ def print_tables(result: Result, console: Console) -> None:
 
 
 def save(result: Result, directory: Path) -> list[Path]:
-    """Write the result and its chart; returns the files."""
+    """Write the result and its chart; return the files."""
     directory.mkdir(parents=True, exist_ok=True)
     data, chart = directory / "cluster.json", directory / "cluster.svg"
     data.write_text(json.dumps(to_dict(result), indent=2), encoding="utf-8")

@@ -1,8 +1,8 @@
 """A benchmark on an emulated cluster: contenders take turns at each rate of the slow link.
 
-At every rate all contenders train in turn, round after round, so that a noisy machine is noisy for
-all of them alike; while one trains the others wait and use no CPU. What crossed the link comes
-from the kernel's counters of each node's interface, read around the timed steps.
+At every rate all contenders train in turn, round after round, so that a noisy machine affects all
+of them alike; while one trains, the others wait and use no CPU. What crossed the link comes from
+the kernel's counters of each node's interface, read before and after the timed steps.
 """
 
 import statistics
@@ -19,8 +19,8 @@ from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 
 HEADER_BYTES = 66
-"""Of a packet: Ethernet 14, IPv4 20, TCP 20, its timestamps 12. The kernel counts one a packet that
-crosses the link, acknowledgements included; what is left is what programs sent."""
+"""Headers of a packet: Ethernet 14, IPv4 20, TCP 20, its timestamps 12. The kernel counts them for
+each packet that crosses the link, including acknowledgements; the rest is what programs sent."""
 
 PEERS = ("fsdp2", "hsdp", "ddp", "deepspeed")
 NOT_INSTALLED = "not installed"
@@ -28,11 +28,11 @@ NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterBench:
-    """What is compared, and on which cluster."""
+    """What is compared, on which cluster."""
 
     nodes: int = 2
     ranks: int = 2
-    """Ranks a node."""
+    """Ranks per node."""
     rates: tuple[Rate, ...]
     latency_us: int = 0
     model: str = "gpt-small"
@@ -41,14 +41,14 @@ class ClusterBench:
     in_float32: bool = False
     """Whether bfloat16 products are computed in float32 (`matmul`)."""
     steps: int = 2
-    """Timed steps a turn."""
+    """Timed steps per turn."""
     warmup: int = 1
-    """Steps of every contender at every rate before the first timed ones."""
+    """Untimed steps of every contender at every rate, before the timed ones."""
     rounds: int = 3
     plans: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     deepspeed_python: str = sys.executable
-    """The interpreter of the environment that has deepspeed."""
+    """The Python interpreter of an environment with deepspeed."""
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -60,9 +60,9 @@ class ClusterBench:
         names = self.contenders
         for name in names:
             if names.count(name) > 1:
-                raise UsageError(f"{name} takes part twice")
+                raise UsageError(f"{name} is given twice; name each plan and peer once")
         if not names or not self.rates:
-            raise UsageError("there is nothing to compare: give plans or peers, and rates")
+            raise UsageError("there is nothing to compare; give plans or peers, and rates")
 
     @property
     def setting(self) -> Setting:
@@ -95,14 +95,14 @@ class Row:
 
     contender: str
     predicted_bytes: int | None
-    """What `explain` says that a node sends in a step; nobody says it of peers."""
+    """Bytes that a node sends per step according to `explain`; None for peers."""
     seconds: list[float] = field(default_factory=list)
-    """A step's, by round."""
+    """Seconds per step, by round."""
     loss: float = float("nan")
-    """Of the last step, mean over ranks."""
+    """The loss of the last step, mean over ranks."""
     steps: int = 0
     sent_bytes: dict[int, int] = field(default_factory=dict)
-    """By node, in all timed steps, headers included."""
+    """What each node sent in all timed steps, including headers."""
     sent_packets: dict[int, int] = field(default_factory=dict)
     received_bytes: dict[int, int] = field(default_factory=dict)
 
@@ -111,16 +111,16 @@ class Row:
         return statistics.median(self.seconds)
 
     def sent_per_step(self, node: int) -> float:
-        """Bytes that a node sent on its slow link, as the kernel counts them."""
+        """Bytes per step that a node sent on its slow link, from the kernel's counters."""
         return self.sent_bytes[node] / self.steps
 
     def payload_per_step(self, node: int) -> float:
-        """The same without the packets' headers."""
+        """The same without headers of packets."""
         return (self.sent_bytes[node] - HEADER_BYTES * self.sent_packets[node]) / self.steps
 
     @property
     def most_sent(self) -> float:
-        """By the node that sent most."""
+        """Bytes per step of the node that sent most."""
         return max(map(self.sent_per_step, self.sent_bytes))
 
     @property
@@ -151,7 +151,7 @@ class RateResult:
 
 @dataclass(slots=True)
 class Result:
-    """What a benchmark found."""
+    """The result of a benchmark."""
 
     bench: ClusterBench
     absent: dict[str, str]
@@ -161,7 +161,7 @@ class Result:
 
 
 def run(bench: ClusterBench, tell: Callable[[str], None]) -> Result:
-    """Build the cluster, let all contenders take turns, and take it down however this ends."""
+    """Build the cluster, let all contenders take turns, and remove it however this ends."""
     from shardwise.probing.matmul import REMARK
 
     absent = {}
@@ -170,8 +170,8 @@ def run(bench: ClusterBench, tell: Callable[[str], None]) -> Result:
     predicted = {name: predict(name, bench.setting) for name in bench.plans}
     result = Result(bench, absent, [REMARK] if bench.in_float32 else [])
     with signals_raised(), Cluster(bench.nodes) as cluster, ExitStack() as ending:
-        tell(f"cluster of {bench.nodes} nodes, ranks on each: {bench.ranks}")
-        cluster.shape(bench.rates[0], bench.latency_us)  # a refusal comes before the work
+        tell(f"cluster of {bench.nodes} nodes with {bench.ranks} rank(s) each")
+        cluster.shape(bench.rates[0], bench.latency_us)  # errors come before the work
         cluster.shape(Rate(None))
         present = [name for name in bench.contenders if name not in absent]
         jobs = _start_jobs(bench, cluster, present, ending, tell)
@@ -190,7 +190,7 @@ def run(bench: ClusterBench, tell: Callable[[str], None]) -> Result:
 
 
 def predict(plan_name: str, setting: Setting) -> int:
-    """Bytes that leave one node in a step, by the plan's schedule; a mistake in the plan raises."""
+    """Bytes per step that leave one node, from the plan's schedule; raises on a wrong plan."""
     import torch
 
     from shardwise.bench.contenders import plan_of
@@ -217,7 +217,7 @@ def _start_jobs(
     ending: ExitStack,
     tell: Callable[[str], None],
 ) -> dict[str, Job]:
-    """The job of each contender. deepspeed patches torch, so that it gets processes of its own."""
+    """The job of each contender. DeepSpeed patches torch, so it gets separate processes."""
     alone = [name for name in names if name == "deepspeed"]
     together = [name for name in names if name not in alone]
     jobs: dict[str, Job] = {}
@@ -243,7 +243,7 @@ def _take_turn(bench: ClusterBench, job: Job, row: Row, *, first: bool) -> None:
     row.loss = statistics.mean(answer.loss for answer in answers)
     row.steps += bench.steps
     seen = {job.node_of(rank): answer for rank, answer in enumerate(answers)}
-    for node, answer in sorted(seen.items()):  # ranks of one node read the same counters
+    for node, answer in sorted(seen.items()):  # all ranks of a node read the same counters
         row.sent_bytes[node] = row.sent_bytes.get(node, 0) + answer.sent.num_bytes
         row.sent_packets[node] = row.sent_packets.get(node, 0) + answer.sent.num_packets
         row.received_bytes[node] = row.received_bytes.get(node, 0) + answer.received.num_bytes
@@ -254,4 +254,6 @@ def _has_deepspeed(python: str) -> bool:
     try:
         return subprocess.run([python, "-c", code], check=False).returncode == 0
     except OSError:
-        raise UsageError(f"there is no interpreter {python!r} to run deepspeed") from None
+        raise UsageError(
+            f"--deepspeed-python {python} does not exist; give a Python interpreter"
+        ) from None

@@ -1,4 +1,4 @@
-"""One rank of a benchmark's job: builds contenders and trains when the parent says so.
+"""One rank of a benchmark's job: builds contenders and trains on request of the parent.
 
 Started by torchrun in a node of the cluster as `python -m shardwise.bench.worker SOCKET NODE`.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Entry:
-    """A contender of this rank, and how far it is."""
+    """A contender of this rank, and how many steps it has trained."""
 
     contender: "Contender"
     setting: Setting
@@ -48,15 +48,15 @@ class _Entry:
 
 
 def main() -> NoReturn:
-    """Serve the parent until it has no more to ask."""
+    """Serve the parent until it sends Leave."""
     die_with_parent()
     parent = Client(sys.argv[1], family="AF_UNIX")
     parent.send(Hello(int(os.environ["RANK"]), int(sys.argv[2]), os.getpid()))
     try:
         _serve(parent)
     except EOFError:
-        leave(1)  # the parent is gone
-    except Exception as error:  # whatever it was, the parent must tell it
+        leave(1)  # the parent has ended
+    except Exception as error:  # of any kind: the parent reports it
         parent.send(_describe(error))
         leave(1)
     leave(0)
@@ -99,7 +99,7 @@ def _train(entry: _Entry, turn: Turn) -> Measured:
 
     if turn.warmup:
         _run(entry, turn.warmup, drained=turn.drained)
-    # Every node's counters are read between two barriers: while no node sends, if drained.
+    # Counters of all nodes are read between two barriers: if drained, while no node sends.
     dist.barrier()
     sent, received = _count("tx"), _count("rx")
     dist.barrier()
@@ -107,7 +107,7 @@ def _train(entry: _Entry, turn: Turn) -> Measured:
     loss, ends = _run(entry, turn.steps, drained=turn.drained)
     dist.barrier()
     seconds = time.perf_counter() - begin
-    entry.contender.drain()  # the next turn must not find this one's messages on the link
+    entry.contender.drain()  # this turn's messages must not be on the link in the next one
     steps_s = tuple(end - before for before, end in pairwise([begin, *ends]))
     return Measured(seconds, steps_s, loss, _count("tx") - sent, _count("rx") - received)
 
@@ -118,7 +118,7 @@ def _call(message: Call) -> Returned:
 
 
 def _run(entry: _Entry, steps: int, *, drained: bool) -> tuple[float, list[float]]:
-    """The last step's loss, and when each step ended."""
+    """The loss of the last step, and when each step ended."""
     from shardwise.bench.contenders import batch
 
     loss, ends = float("nan"), []
@@ -132,7 +132,7 @@ def _run(entry: _Entry, steps: int, *, drained: bool) -> tuple[float, list[float
 
 
 def _count(direction: str, root: Path = Path("/sys/class/net")) -> Counted:
-    """This node's counter; torchrun was started with its namespace's own /sys."""
+    """This node's counter; torchrun was started with the /sys of its namespace."""
     folder = root / INTERFACE / "statistics"
     num_bytes, num_packets = (
         int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")

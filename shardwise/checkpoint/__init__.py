@@ -1,1 +1,1 @@
-"""Weights on disk: exchange with other tools in safetensors files, streamed."""
+"""Weights on disk: streamed to and from safetensors files, to exchange them with other tools."""

@@ -1,7 +1,7 @@
-"""Writing a sharded model as a folder of safetensors files, one unit in memory at a time.
+"""Exports a sharded model as a folder of safetensors files, with one unit in memory at a time.
 
-Where every tensor goes is known before any value is gathered: rank 0 writes the headers first, and
-then each parameter to its place as its unit comes by.
+The place of every tensor is known before any value is gathered: rank 0 writes the headers first,
+and then each parameter to its place as its unit is gathered.
 """
 
 import copy
@@ -25,7 +25,7 @@ from shardwise.runtime.runtime import Runtime
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_NUMEL = 1 << 22
-"""Elements that are converted and written at once, so that no copy of a parameter is made."""
+"""Elements converted and written at once, so that no whole parameter is copied."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Options:
 
 
 def export_model(runtime: Runtime, path: Path, options: Options) -> None:
-    """Writes the folder; collective: rank 0 writes, and all ranks fail alike."""
+    """Write the folder; collective: rank 0 writes, all ranks raise its errors."""
     runtime.require_idle("export")
     tensors = named_tensors(runtime)
     shards = _cut(_infos(tensors, options), options.max_shard_bytes)
@@ -82,7 +82,7 @@ def _infos(tensors: list[Named], options: Options) -> list[TensorInfo]:
             dtype = options.dtype
         if dtype not in _NAMES_OF_DTYPES:
             raise UsageError(
-                f"'{tensor.name}' has dtype {dtype}, which safetensors files cannot hold; convert "
+                f"'{tensor.name}' has dtype {dtype}, which safetensors files cannot have; convert "
                 "it before the export."
             )
         found.append(TensorInfo(tensor.name, _NAMES_OF_DTYPES[dtype], tensor.shape))
@@ -90,7 +90,7 @@ def _infos(tensors: list[Named], options: Options) -> list[TensorInfo]:
 
 
 def _cut(infos: list[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
-    """Cuts the model, in its order, into files; a tensor that is too large has one of its own."""
+    """Divide the model, in its order, into files; a tensor that is too large gets its own file."""
     shards: list[list[TensorInfo]] = [[]]
     used = 0
     for info in infos:
@@ -128,12 +128,12 @@ class _Writer:
         return [tensor.name for tensor in self._tensors if tensor.slots]
 
     def open(self) -> None:
-        """Begins the folder: headers, buffers, and the index."""
+        """Create the folder with headers, buffers, and the index."""
         aliases = {t.name: t.names[1:] for t in self._tensors}
         layouts: dict[str, Layout] = {}
         for file, shard in self._shards.items():
             ties = {alias: info.name for info in shard for alias in aliases[info.name]}
-            # `format` is what transformers asks for; ties are noted as safetensors does it.
+            # transformers requires `format`; ties are noted as safetensors does.
             layouts[file] = lay_out(Header(arrange(shard), {"format": "pt", **ties}))
         self.staging.open(sum(layout.file_bytes for layout in layouts.values()))
         for file, layout in layouts.items():
@@ -143,7 +143,7 @@ class _Writer:
         self._put([(t.name, 0, t.tensor.detach()) for t in self._tensors if not t.slots])
 
     def put(self, batch: Batch) -> None:
-        """Writes the parameters of a unit to their places."""
+        """Write the parameters of a unit to their places."""
         self._put([(self._first_names[slot], slot.start, value) for slot, value in batch.values])
 
     def _begin_file(self, path: Path, layout: Layout) -> None:
@@ -167,9 +167,9 @@ class _Writer:
         (self.staging.path / INDEX_FILE).write_text(text, encoding="utf-8")
 
     def _put(self, values: list[tuple[str, int, torch.Tensor]]) -> None:
-        """Writes tensors, each from one of its elements on, and waits for the disk.
+        """Write tensors, each from one of its elements on, and wait for the disk.
 
-        Else all of it would be waited for at the end, perhaps for longer than other ranks do.
+        Waiting for everything only at the end might exceed the other ranks' time limit.
         """
         by_file: dict[Path, list[tuple[str, int, torch.Tensor]]] = {}
         for item in values:
@@ -192,7 +192,7 @@ class _Writer:
 
 
 def _write_at(descriptor: int, offset: int, data: memoryview, path: Path) -> None:
-    """Writes all of the data, however little the system takes at once."""
+    """Write all of the data; short writes are continued."""
     try:
         while data:
             written = os.pwrite(descriptor, data, offset)
@@ -202,11 +202,11 @@ def _write_at(descriptor: int, offset: int, data: memoryview, path: Path) -> Non
 
 
 def _write_config(model: Any, writer: _Writer) -> None:
-    """The model's configuration as its own library writes it, if it has one."""
+    """Write the model's configuration as its own library does, if it has one."""
     config: Any = getattr(model, "config", None)
     folder = writer.staging.path
     if hasattr(config, "save_pretrained"):
-        config = copy.deepcopy(config)  # the user's own stays as it is
+        config = copy.deepcopy(config)  # the user's object is not changed
         config.architectures = [type(model).__name__]
         floating = [dtype for dtype in writer.param_dtypes if dtype.is_floating_point]
         if floating:

@@ -1,6 +1,6 @@
-"""Folders of safetensors files: finding what is in one, and making one visible only when whole.
+"""Folders of safetensors files: reading their contents, and replacing one only as a whole.
 
-Names are those that Hugging Face uses. Imports no torch.
+File names are those of Hugging Face. Imports no torch.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 _WEIGHTS = (SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
-"""What an export replaces by all means; other files stay unless it has one of the same name."""
+"""Files that an export always replaces; others stay unless the export has one of the same name."""
 _EXCHANGE = 2
 """Linux' RENAME_EXCHANGE."""
 _HERE = -100
@@ -57,7 +57,7 @@ class Source:
 
 
 def read_source(path: Path) -> Source:
-    """What a safetensors file, or a folder with one or with an index, has; reads headers only."""
+    """All tensors of a safetensors file or a folder with one or an index; reads headers only."""
     files, weight_map = _find_files(path)
     headers = {file: read_header(file) for file in files}
     tensors: dict[str, Stored] = {}
@@ -68,7 +68,7 @@ def read_source(path: Path) -> Source:
     lost = sorted((weight_map or {}).keys() - tensors.keys())
     if lost:
         raise UsageError(
-            f"'{path / INDEX_FILE}' promises tensors that its files do not have "
+            f"'{path / INDEX_FILE}' lists tensors that its files do not have "
             f"({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); write or copy the folder "
             "again."
         )
@@ -76,7 +76,7 @@ def read_source(path: Path) -> Source:
 
 
 def _find_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """The files to read, and where an index says that each tensor is, if there is one."""
+    """The files to read, and, if there is an index, the file of each tensor."""
     if path.is_file():
         return [path], None
     if not path.is_dir():
@@ -89,8 +89,8 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         raise UsageError(
-            f"Folder '{path}' has {len(found)} safetensors files and neither '{INDEX_FILE}' nor "
-            f"'{SINGLE_FILE}', so what to read is not clear; name the file."
+            f"Folder '{path}' has {len(found)} safetensors files, but neither '{INDEX_FILE}' nor "
+            f"'{SINGLE_FILE}', so it is not clear which to read; give the path of one file."
         )
     return found, None
 
@@ -103,7 +103,7 @@ def _read_index(path: Path) -> dict[str, Path]:
         raise UsageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"'{path}' is no index of safetensors files ({error!r}); write or copy it again."
+            f"'{path}' is not an index of safetensors files ({error!r}); write or copy it again."
         ) from error
 
 
@@ -111,22 +111,22 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 class Staging:
-    """A hidden folder beside the target that becomes the target once all of it is on disk.
+    """A hidden folder beside the target that becomes the target once it is completely on disk.
 
-    Its name depends on the target alone: what a killed process left is found, and removed, by the
-    next one.
+    Its name depends on the target alone, so the next export finds and removes what a killed process
+    left.
     """
 
     def __init__(self, target: Path, *, overwrite: bool) -> None:
-        self.target = target.resolve()  # a link to a folder stays one
+        self.target = target.resolve()  # a link to a folder stays a link
         self.path = self.target.with_name(f".{self.target.name}.partial")
         self._overwrite = overwrite
         self._kept: list[str] = []
         self._made: list[Path] = []
-        """Folders of this export, innermost first."""
+        """Folders that this export created, innermost first."""
 
     def open(self, num_bytes: int) -> None:
-        """Makes the folder, or says why the target cannot be written."""
+        """Create the folder; raises if the target cannot be written."""
         self._check_target()
         self._make_parents()
         self._remove_stale()
@@ -135,7 +135,7 @@ class Staging:
         self._made.insert(0, self.path)
 
     def publish(self) -> None:
-        """Makes the folder the target, in one step that no reader sees the middle of."""
+        """Make the folder the target, atomically for readers."""
         for name in (n for n in self._kept if not (self.path / n).exists()):
             os.link(self.target / name, self.path / name, follow_symlinks=False)
         for file in self.path.iterdir():
@@ -143,7 +143,7 @@ class Staging:
                 sync(file)
         sync(self.path)
         if not self._kept and not _has_entries(self.target):
-            os.rename(self.path, self.target)  # replaces an empty folder as well
+            os.rename(self.path, self.target)  # also replaces an empty folder
         elif exchange(self.path, self.target):
             shutil.rmtree(self.path)
         else:
@@ -151,11 +151,11 @@ class Staging:
         sync(self.target.parent)
 
     def discard(self) -> None:
-        """Removes everything that this export made."""
+        """Remove everything that this export created."""
         if self.path in self._made:
             shutil.rmtree(self.path, ignore_errors=True)
         for folder in self._made:
-            with suppress(OSError):  # somebody else may use it by now
+            with suppress(OSError):  # others may use it by now
                 folder.rmdir()
         self._made.clear()
 
@@ -174,8 +174,8 @@ class Staging:
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 raise UsageError(
-                    f"Folder '{self.target}' has a folder '{entry.name}', which no export wrote; "
-                    "move it away, or export to another folder."
+                    f"Folder '{self.target}' has a folder '{entry.name}', which is not from an "
+                    "export; move it away, or export to another folder."
                 )
             self._kept.append(entry.name)  # a tokenizer's files, a model card, ...
 
@@ -195,7 +195,7 @@ class Staging:
             raise OSError(errno.ENOSPC, f"{num_bytes} bytes are needed and {free} are free")
 
     def _replace_in_two_steps(self) -> None:
-        # Where a file system cannot exchange: killed in between, the old folder waits beside.
+        # For file systems that cannot exchange: if killed in between, the old folder is kept aside.
         aside = self.target.with_name(f".{self.target.name}.replaced")
         if aside.exists():
             shutil.rmtree(aside)
@@ -209,7 +209,7 @@ class Staging:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the list of a folder's names, is on disk."""
+    """Wait until a file, or the list of a folder's names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -218,7 +218,7 @@ def sync(path: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Swaps two folders' names at one instant; False where the system cannot."""
+    """Swap two folders' names atomically; False if the system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -1,8 +1,8 @@
-"""The safetensors format: headers that are written before the data, and read without it.
+"""The safetensors format: headers are written before the data, and read without it.
 
-A file is eight bytes (little-endian: the length of the header), the header in JSON, and the data of
-all tensors without holes. safetensors' own writer needs all tensors at once; here the header comes
-from names, dtypes and shapes alone, so that the data can follow piece by piece, in any order.
+A file is eight bytes (little-endian: the length of the header), the header as JSON, and the data of
+all tensors without gaps. The writer of safetensors needs all tensors at once; here the header is
+made from names, dtypes and shapes alone, so the data can follow piece by piece, in any order.
 Imports no torch.
 """
 
@@ -25,12 +25,12 @@ ITEM_BYTES = {
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _LONGEST_HEADER_BYTES = 100_000_000
-"""safetensors itself refuses longer ones."""
+"""safetensors refuses longer headers."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says about one tensor."""
+    """A tensor in a header."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """One file: its tensors in the order of their data, and notes."""
+    """The header of a file: its tensors in the order of their data, and its metadata."""
 
     tensors: tuple[TensorInfo, ...]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Layout:
-    """A header as it stands in its file, and where the data of each tensor begins."""
+    """A header as bytes, and where the data of each tensor begins."""
 
     encoded: bytes
     offsets: dict[str, int]
@@ -67,12 +67,12 @@ class Layout:
 
 
 def arrange(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
-    """The order in which data is aligned without holes: widest elements first."""
+    """The order in which data is aligned without gaps: widest elements first."""
     return tuple(sorted(tensors, key=lambda info: -ITEM_BYTES[info.dtype]))
 
 
 def lay_out(header: Header) -> Layout:
-    """The bytes of a header, and the place of every tensor behind it.
+    """The bytes of a header, and the place of every tensor after it.
 
     >>> layout = lay_out(Header((TensorInfo("a", "F32", (2,)), TensorInfo("b", "U8", ()))))
     >>> len(layout.encoded) % 8, layout.offsets["b"] - layout.offsets["a"]
@@ -96,7 +96,7 @@ def lay_out(header: Header) -> Layout:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks the header of a file; its data is not touched."""
+    """Read and check the header of a file, without its data."""
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -109,7 +109,7 @@ def read_header(path: Path) -> Header:
         raise UsageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"'{path}' is no whole safetensors file ({error}); write or copy it again."
+            f"'{path}' is not a complete safetensors file ({error}); write or copy it again."
         ) from error
     return header
 
@@ -124,9 +124,9 @@ def _parse(text: bytes, data_bytes: int) -> Header:
             raise ValueError(f"tensor '{name}' has the unknown dtype {entry['dtype']}")
         info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
         if entry["data_offsets"] != [at, at + info.num_bytes]:
-            raise ValueError(f"the data of tensor '{name}' is not where its shape puts it")
+            raise ValueError(f"the data of tensor '{name}' does not match its shape and place")
         at += info.num_bytes
         tensors.append(info)
     if at != data_bytes:
-        raise ValueError(f"its tensors have {at} bytes of data, but {data_bytes} are there")
+        raise ValueError(f"its tensors have {at} bytes of data, but the file has {data_bytes}")
     return Header(tuple(tensors), metadata)

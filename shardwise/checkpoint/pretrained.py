@@ -1,7 +1,7 @@
-"""Reading safetensors files into a sharded model, one parameter at a time.
+"""Loads safetensors files into a sharded model, one parameter at a time.
 
-Every rank reads the files itself and keeps its own parts. Nothing is written before all headers
-were compared with the model, on all ranks.
+Every rank reads the files itself and keeps its shards. Nothing is written before all ranks have
+compared all headers with the model.
 """
 
 import hashlib
@@ -22,33 +22,33 @@ from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 
 _ROWS_BYTES = 1 << 24
-"""Compared at once where a file has a tied parameter twice."""
+"""Elements compared at once, if a file has a tied parameter twice."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What ``load_pretrained`` left alone; both empty when it was strict."""
+    """What ``load_pretrained`` did not load; both are empty if it was strict."""
 
     missing: tuple[str, ...]
-    """Names that the model has and the files have not: their values stayed as they were."""
+    """Names that only the model has: their values are unchanged."""
     unexpected: tuple[str, ...]
-    """Names that the files have and the model has not."""
+    """Names that only the files have."""
 
 
 @dataclass(frozen=True)
 class _Match:
-    """The files beside the model."""
+    """The files compared with the model."""
 
     pairs: list[tuple[Named, Stored]]
     loaded: Loaded
     wrong: list[str]
-    """Tensors that cannot be taken, as parts of a sentence."""
+    """Tensors that cannot be loaded, as parts of a sentence."""
     digest: int
-    """Of all headers: alike on all ranks if they read the same files."""
+    """Digest of all headers: equal on all ranks if they read the same files."""
 
 
 def load_model(runtime: Runtime, path: Path, *, strict: bool) -> Loaded:
-    """Writes the files' values into the model's parts and masters; collective."""
+    """Write the files' values into the model's shards and masters; collective."""
     runtime.require_idle("load_pretrained")
     if runtime.opened:
         raise UsageError("load_pretrained cannot run inside full_params; leave it first.")
@@ -58,18 +58,18 @@ def load_model(runtime: Runtime, path: Path, *, strict: bool) -> Loaded:
     )
     (match,) = found
     _agree_on_files(runtime, path, match)
-    # No gathered copy of the old values may be used after this.
+    # Gathered copies of the old values must not be used after this.
     runtime.release_all()
     for file, pairs in _by_file(match.pairs).items():
-        # Ranks meet after each file: none waits for all that a slower one has to read.
+        # Ranks meet after each file, so that none waits for all that a slower one has to read.
         together(control, f"loading of '{file}'", partial(_write, runtime, file, pairs))
     runtime.homes.settle()
-    runtime.homes.trim()  # the buffers of single parameters, which only loading needed
+    runtime.homes.trim()  # buffers of single parameters, which only loading needs
     return match.loaded
 
 
 def _match(runtime: Runtime, path: Path, *, strict: bool) -> _Match:
-    """Compares headers and model; raises one sentence that lists all that does not fit."""
+    """Compare headers and model; raise one sentence that lists everything that does not fit."""
     source = read_source(path)
     match = _compare(named_tensors(runtime), source)
     problems = list(match.wrong)
@@ -78,7 +78,7 @@ def _match(runtime: Runtime, path: Path, *, strict: bool) -> _Match:
     if strict and match.loaded.unexpected:
         problems.append(f"not in the model: {_list(match.loaded.unexpected)}")
     if problems:
-        advice = "" if match.wrong else ", or pass strict=False to load what both have"
+        advice = "" if match.wrong else ", or pass strict=False to load the common ones"
         raise UsageError(
             f"'{path}' does not fit this {type(runtime.model).__name__}, and nothing was loaded: "
             f"{'; '.join(problems)}. Give files of this model{advice}."
@@ -109,13 +109,13 @@ def _fault(tensor: Named, stored: Stored) -> str | None:
     if info.shape != tensor.shape:
         return f"'{info.name}' has shape {list(info.shape)} instead of {list(tensor.shape)}"
     kinds = [(d.is_floating_point, d.is_complex) for d in (dtype, tensor.tensor.dtype)]
-    if kinds[0] != kinds[1]:  # a quantised file's integers are no weights
-        return f"'{info.name}' has dtype {info.dtype}, from which {tensor.tensor.dtype} cannot come"
+    if kinds[0] != kinds[1]:  # integers of a quantised file are not weights
+        return f"'{info.name}' has dtype {info.dtype}, not convertible to {tensor.tensor.dtype}"
     return None
 
 
 def _differing_ties(stored: list[Stored]) -> list[str]:
-    """A tied parameter may be in the files under several names, but only with one value."""
+    """Faults of tied parameters: they may have several names in the files, but only one value."""
     first, *others = stored
     return [
         f"'{other.info.name}' differs from '{first.info.name}', but they are tied in the model"
@@ -125,7 +125,7 @@ def _differing_ties(stored: list[Stored]) -> list[str]:
 
 
 def _equal(left: Stored, right: Stored) -> bool:
-    """Whether two stored tensors have the same bits; never holds one in full."""
+    """Whether two stored tensors have the same bits, without holding one in full."""
     if left.info.dtype != right.info.dtype:
         return False
     with _reader(left.file) as one, _reader(right.file) as other:
@@ -155,7 +155,7 @@ def _agree_on_files(runtime: Runtime, path: Path, match: _Match) -> None:
     others = [rank for rank, digest in enumerate(digests[:, 0]) if digest != digests[0, 0]]
     if others:
         raise SyncError(
-            f"Rank(s) {', '.join(map(str, others))} see other tensors in '{path}' than rank 0; "
+            f"Rank(s) {', '.join(map(str, others))} find other tensors in '{path}' than rank 0; "
             "give all nodes the same files."
         )
 
@@ -168,7 +168,7 @@ def _by_file(pairs: list[tuple[Named, Stored]]) -> dict[Path, list[tuple[Named, 
 
 
 def _write(runtime: Runtime, file: Path, pairs: list[tuple[Named, str]]) -> None:
-    """Takes what the model needs of a file, one tensor in memory at a time."""
+    """Load what the model needs from a file, with one tensor in memory at a time."""
     with torch.no_grad(), _reader(file) as opened:
         for tensor, name in pairs:
             for target, value in _values(opened, tensor, name):
@@ -176,13 +176,13 @@ def _write(runtime: Runtime, file: Path, pairs: list[tuple[Named, str]]) -> None
                     tensor.tensor.copy_(value)
                 else:
                     runtime.write(target, value)
-                del value  # before the next one is read
+                del value  # free it before the next one is read
 
 
 def _values(
     opened: Any, tensor: Named, name: str
 ) -> Iterator[tuple[ParamSlot | None, torch.Tensor]]:
-    """A stored tensor, whole or as the rows of tiles, with where each goes."""
+    """A stored tensor, whole or as the rows of tiles, each with its destination."""
     if len(tensor.slots) < 2:
         yield next(iter(tensor.slots), None), opened.get_tensor(name)
         return

@@ -1,4 +1,4 @@
-"""The tensors of a sharded model: their names and ties, and their values one unit after another."""
+"""The tensors of a sharded model: names, ties, and their values one unit after another."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Named:
     names: tuple[str, ...]
     tensor: torch.Tensor
     slots: list[ParamSlot]
-    """Where it is: several if it is computed in tiles; none for buffers, which all ranks have."""
+    """Its slots: several if it is cut into tiles; none for buffers, which all ranks have."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class Named:
 
 
 def named_tensors(runtime: Runtime) -> list[Named]:
-    """What the model's state_dict would name, each tensor once."""
+    """The tensors of the model's state_dict, each once."""
     model = runtime.model
     slots = {id(face.parameter): face.slots for face in runtime.faces}
     names: dict[int, list[str]] = {}
@@ -75,24 +75,24 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def value_dtype(slot: ParamSlot, *, master: bool) -> torch.dtype:
-    """The dtype of what ``stream`` gives for a parameter."""
+    """The dtype in which ``stream`` yields a parameter."""
     dtypes = slot.flat.dtypes
     return dtypes.master if master and _has_master(slot.flat) else dtypes.compute
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The slots of a unit with their full values, which stand until the next batch."""
+    """The slots of a unit with their full values, which are valid until the next batch."""
 
     unit: str
     values: list[tuple[ParamSlot, torch.Tensor]]
 
 
 def stream(runtime: Runtime, *, master: bool) -> Generator[Batch, None, None]:
-    """Full values of all parameters; only one unit is gathered at a time; collective.
+    """Full values of all parameters, with one unit gathered at a time; collective.
 
-    Values are for rank 0 alone; elsewhere a batch may be empty. On rank 0 masters are there twice
-    for a moment: as they were gathered, and as they are handed out.
+    Only rank 0 gets values; on other ranks a batch may be empty. On rank 0 the masters of a unit
+    are briefly in memory twice: as gathered, and as yielded.
     """
     keeps = runtime.grid.place.rank == 0
     for unit in runtime.units:

@@ -1,1 +1,1 @@
-"""The command line: one file a command, on the same code as the library."""
+"""The command line: one file per command, on the same code as the library."""

@@ -27,27 +27,32 @@ def bench() -> None:
 @app.command()
 def cluster(
     nodes: Annotated[int, typer.Option(help="Emulated nodes.")] = 2,
-    ranks: Annotated[int, typer.Option(help="Ranks a node.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks per node.")] = 2,
     rate: Annotated[
         list[str] | None,
-        typer.Option(help="Of the link of each node: 200mbit, 1gbit, none; may be repeated."),
+        typer.Option(help="Rate of each node's link: 200mbit, 1gbit, none; may be repeated."),
     ] = None,
-    latency: Annotated[str, typer.Option(help="One way, on every link: 0ms, 5ms.")] = "0ms",
+    latency: Annotated[str, typer.Option(help="One-way, on every link: 0ms, 5ms.")] = "0ms",
     model: Annotated[str, typer.Option(help="gpt-tiny ... gpt-xl.")] = "gpt-small",
-    seq: Annotated[int, typer.Option(min=2, help="Tokens a sequence; one sequence a rank.")] = 128,
+    seq: Annotated[
+        int, typer.Option(min=2, help="Tokens per sequence; each rank computes one sequence.")
+    ] = 128,
     dtype: Annotated[
-        str, typer.Option(help="Of compute and wire: bfloat16 or float32; masters are float32.")
+        str,
+        typer.Option(
+            help="Dtype of compute and transfers: bfloat16 or float32; masters are float32."
+        ),
     ] = "bfloat16",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps a turn.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 2,
     warmup: Annotated[
-        int, typer.Option(min=0, help="Steps of each contender at each rate before timed ones.")
+        int, typer.Option(min=0, help="Untimed steps of each contender at each rate, run first.")
     ] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender at each rate.")] = 3,
     plans: Annotated[
         str, typer.Option(help="Presets or plan files, separated by commas.")
     ] = "zero3,hsdp,amsp",
     peers: Annotated[
-        str, typer.Option(help="Some of fsdp2, hsdp, ddp, deepspeed, or an empty text.")
+        str, typer.Option(help="Some of fsdp2, hsdp, ddp, deepspeed, separated by commas, or ''.")
     ] = "fsdp2,hsdp,ddp,deepspeed",
     native_bf16: Annotated[
         bool,
@@ -57,17 +62,17 @@ def cluster(
     ] = False,
     deepspeed_python: Annotated[
         str,
-        typer.Option(help="Interpreter whose environment has deepspeed and what shardwise needs."),
+        typer.Option(help="Python interpreter with deepspeed and shardwise's dependencies."),
     ] = sys.executable,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for the result as JSON and a chart.")
+        Path | None, typer.Option(help="Directory for the result (JSON) and a chart.")
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Train on several nodes with slow links, emulated on this machine; count what crosses them.
+    """Train on several emulated nodes with slow links, and count the bytes that cross them.
 
-    Nodes are network namespaces joined by shaped links, ranks are processes started by torchrun in
-    them. Needs root, and `ip` and `tc` (iproute2). Nothing is left behind.
+    Nodes are network namespaces joined by shaped links; ranks are processes that torchrun starts in
+    them. Needs root, and `ip` and `tc` (iproute2). The namespaces are removed at the end.
 
     Examples:
 
@@ -80,7 +85,7 @@ def cluster(
     rates = tuple(Rate.parse(text) for text in rate or ["200mbit"])
     latency_us = parse_latency_us(latency)
     if dtype not in DTYPES:
-        raise UsageError(f"{dtype!r} is no dtype of this benchmark: use {' or '.join(DTYPES)}")
+        raise UsageError(f"--dtype {dtype} is not supported here; use {' or '.join(DTYPES)}")
     check_machine()
 
     from shardwise.bench.run import ClusterBench
@@ -129,7 +134,7 @@ def _run(bench: "ClusterBench", out: Path | None, as_json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What goes on, on standard error: one moving line on a terminal, plain lines elsewhere."""
+    """Progress on standard error: one updated line on a terminal, plain lines elsewhere."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)

@@ -9,16 +9,16 @@ import typer
 from rich.console import Console
 
 EXIT_INTERRUPTED = 130
-JSON_OPTION = typer.Option("--json", help="Print the answer as JSON for a program to read.")
+JSON_OPTION = typer.Option("--json", help="Print the result as JSON.")
 
 
 def print_json(answer: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     typer.echo(json.dumps(answer, indent=2))
 
 
 def print_error(sentence: str) -> None:
-    """A sentence on standard error, without markup or wrapping."""
+    """Print a sentence on standard error, without markup or wrapping."""
     console = Console(stderr=True, soft_wrap=True)
     console.print("error: ", style="bold red", end="")
     console.print(sentence, markup=False, highlight=False)
@@ -31,7 +31,7 @@ def interruptible(remark: str = "") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         console = Console(stderr=True)
-        if console.is_terminal:  # the worker that drew the live bar was stopped inside it
+        if console.is_terminal:  # the worker may have been stopped while it drew the live bar
             console.show_cursor()
             console.print()
         print_error(f"interrupted{remark}")

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what this machine has for shardwise, and what runs left on its disks."""
+"""`shardwise doctor`: what this machine offers, and what runs have left on its disks."""
 
 import os
 import platform
@@ -21,11 +21,11 @@ def doctor(
         Path | None, typer.Argument(help="A folder for the nvme tier (tiers.path in a plan).")
     ] = None,
     clean: Annotated[
-        bool, typer.Option("--clean", help="Remove the run folders under PATH left behind.")
+        bool, typer.Option("--clean", help="Remove run folders that ended runs left under PATH.")
     ] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Show what this machine has for shardwise, and the state of a disk.
+    """Show what this machine offers for training, and the state of a disk.
 
     Examples:
 
@@ -34,7 +34,7 @@ def doctor(
       shardwise doctor /mnt/nvme --clean
     """
     if clean and path is None:
-        raise UsageError("--clean needs the folder to clean: shardwise doctor PATH --clean.")
+        raise UsageError("--clean needs a folder: shardwise doctor PATH --clean.")
     answer: dict[str, Any] = {"machine": _machine()}
     if path is not None:
         from shardwise.tier.folder import check_folder, find_folders, remove_left_behind
@@ -142,7 +142,7 @@ def _print(answer: dict[str, Any]) -> None:
     for folder in answer["removed"]:
         console.print(f"removed {folder['path']}", markup=False, highlight=False, soft_wrap=True)
     if not answer["removed"] and any(f["state"] == "left behind" for f in answer["folders"]):
-        console.print("Folders left behind are removed by --clean, or by the next run there.")
+        console.print("--clean removes folders left behind, and so does the next run on this path.")
 
 
 def _print_facts(facts: dict[str, str]) -> None:
@@ -168,7 +168,7 @@ def _print_folders(folders: list[dict[str, Any]]) -> None:
     from shardwise.core.sizes import format_bytes
 
     if not folders:
-        Console().print("No run folders there.")
+        Console().print("There are no run folders.")
         return
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("run folder", "state", "rank", "pid", "host", "age", "size"):

@@ -1,4 +1,4 @@
-"""`shardwise inspect`: show what a safetensors file or folder has, by its headers alone."""
+"""`shardwise inspect`: show what a safetensors file or folder contains, from its headers alone."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ def inspect(
 
 
 def to_dict(path: Path, source: Source) -> dict[str, Any]:
-    """The answer in JSON's types."""
+    """The result as plain data for JSON."""
     infos = [stored.info for stored in source.tensors.values()]
     dtypes: dict[str, dict[str, int]] = {}
     for info in infos:

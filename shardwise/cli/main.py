@@ -1,6 +1,6 @@
-"""The `shardwise` command: its commands, its version, and how it ends.
+"""The `shardwise` command: its subcommands, its version, and its exit codes.
 
-Exit codes: 0 done, 1 a run that failed, 2 a request that cannot be carried out, 130 interrupted.
+Exit codes: 0 done, 1 a run failed, 2 a request cannot be carried out, 130 interrupted.
 Imports no torch: each command imports what it needs when it is called.
 """
 
@@ -58,11 +58,11 @@ def shardwise(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Train PyTorch models whose states do not fit where they are.
+    """Train PyTorch models whose states do not fit in the memory at hand.
 
     Try it: shardwise train
     """

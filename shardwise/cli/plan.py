@@ -1,4 +1,4 @@
-"""`shardwise plan`: the best plan for a model on a cluster, and why."""
+"""`shardwise plan`: the fastest plan for a model on a cluster, and why."""
 
 import time
 from collections.abc import Iterator
@@ -24,50 +24,50 @@ if TYPE_CHECKING:
 
 EXIT_NOTHING_FITS = 1
 DRAWN = 3
-"""Presets that need more than this many times the memory would only squeeze the chart."""
+"""The chart omits presets that need more than this many times the memory."""
 WIDTH = 132
-"""Columns that the tables need so that no figure is broken."""
+"""Characters per line that the tables need so that no figure is broken."""
 
 
 def plan(
     cluster: Annotated[
-        str, typer.Option(help="A name such as dgx-a100, or a file of shardwise probe.")
+        str, typer.Option(help="A name such as dgx-a100, or a file written by shardwise probe.")
     ],
     model: Annotated[
         str, typer.Option(help="llama-7b, gpt-1.3b, transformers:gpt2, or a config.json.")
     ] = "llama-7b",
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Default: as many as the cluster has.")
+        int | None, typer.Option(min=1, help="Number of ranks. Default: all of the cluster.")
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences a step. Default: one a rank.")
+        int | None, typer.Option(min=1, help="Sequences per step. Default: one per rank.")
     ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 2048,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     memory: Annotated[
-        str | None, typer.Option(help="Of one rank's device, such as '20 GiB'. Default: all of it.")
+        str | None, typer.Option(help="Device memory per rank: '20 GiB'. Default: all of it.")
     ] = None,
     path: Annotated[
-        str, typer.Option(help="A folder on the nodes' disks; without one nothing is put there.")
+        str, typer.Option(help="A folder on the nodes' disks; without it no disk is used.")
     ] = "",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of compute and wire; default: bfloat16 if the device has it."),
+        typer.Option(help="Of compute and transfers. Default: bfloat16 if the device has it."),
     ] = None,
     lossless: Annotated[
-        bool, typer.Option("--lossless", help="No hop in fewer bits than the dtype has.")
+        bool, typer.Option("--lossless", help="No hop carries fewer bits than the dtype has.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A .toml file for the plan.")
+        Path | None, typer.Option("--output", "-o", help="A .toml file to write the plan to.")
     ] = None,
     chart: Annotated[
-        Path | None, typer.Option(help="A .svg or .png file: memory against step time.")
+        Path | None, typer.Option(help="A .svg or .png file: step time against memory.")
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """Search the legal plans for the fastest that fits, and explain the choice.
 
-    Spreads of P, G and OS, what is kept, wire formats, tiers, activations and micro-batches are
-    searched together; every figure is a simulation of the plan's own schedule.
+    It searches spreads of P, G and OS, what is kept, wires, tiers, activations and micro-batches
+    together; every figure is a simulation of the plan's own schedule.
 
     Examples:
 
@@ -84,7 +84,7 @@ def plan(
     if chart is not None:
         check_chart(chart)
     if output is not None and output.suffix != ".toml":
-        raise UsageError(f"--output {output} is no .toml file; plans are read from those.")
+        raise UsageError(f"--output {output} is not a .toml file; plans are TOML files.")
     asked = request(
         model,
         cluster,
@@ -109,7 +109,7 @@ def plan(
 
 @contextmanager
 def _telling() -> "Iterator[Callable[[str], None]]":
-    """What is being looked at, on a terminal."""
+    """Progress of the search, on a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -128,7 +128,7 @@ def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path
         head = (
             f"# {advice.request.facts.name} on {advice.request.cluster.name}, "
             f"{advice.request.cluster.topology}: micro-batch {best.batch.micro}, "
-            f"{best.batch.accumulate} of them a step; {best.step_s:.3f} s predicted.\n"
+            f"{best.batch.accumulate} per step; predicted step {best.step_s:.3f} s.\n"
         )
         try:
             text = head + dump_plan(replace(best.plan, name="planned"))
@@ -155,7 +155,7 @@ def _write(advice: "Advice", best: "Candidate", output: Path | None, chart: Path
 
 
 def partitioning(candidate: "Candidate") -> str:
-    """P, G and OS of a plan, in short."""
+    """The spreads of P, G and OS of a plan, in short."""
     plan = candidate.plan
     return f"{plan.params.spread}/{plan.grads.spread}/{plan.optim.spread}"
 
@@ -231,10 +231,10 @@ def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | N
     console.print(
         f"[bold]{request.facts.name}[/bold] ({format_count(request.facts.numel)} parameters) on "
         f"[bold]{request.cluster.name}[/bold], {request.cluster.topology}: "
-        f"{request.global_batch} sequences of {request.seq} a step, "
-        f"{format_bytes(request.limit)} a rank",
-        f"{advice.result.num_plans:,} plans, {advice.result.num_simulated:,} simulated, "
-        f"{took_s:.0f} s with all that follows\n",
+        f"{request.global_batch} sequences of {request.seq} per step, "
+        f"{format_bytes(request.limit)} per rank",
+        f"{advice.result.num_plans:,} plans, {advice.result.num_simulated:,} simulated; "
+        f"everything below took {took_s:.0f} s\n",
         sep="\n",
     )
     if advice.best is None:
@@ -243,8 +243,8 @@ def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | N
     rows = [advice.best] if advice.best is not advice.result.best else []
     table = _plans_table(advice, [*rows, *advice.result.ranked])
     console.print(
-        f"[bold]The fastest that fit[/bold] (those within {NEAR:.0%} are equal: what loses nothing "
-        "comes first, then what needs less memory)",
+        f"[bold]The fastest plans that fit[/bold] (within {NEAR:.0%} they count as equal: lossless "
+        "ones come first, then those that need less memory)",
         table,
     )
     console.print("[bold]Where the step's time goes[/bold]")
@@ -255,24 +255,24 @@ def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | N
             console.print(f"  {use:<8} {seconds:9.3f} s {share:5.0%} {bar}", markup=False)
     _print_peak(console, advice)
     proof = "no other partitioning is faster by more than 2 %" if advice.result.proven else (
-        "the search ended when nothing better came for a while"
+        "the search ended after finding nothing better for a while"
     )  # fmt: skip
-    console.print(f"\nWhat binds: {advice.binds}. Among the plans searched, {proof}.")
+    console.print(f"\nBottleneck: {advice.binds}. Among the plans searched, {proof}.")
     for what_if in advice.what_ifs:
         gain = f"{what_if.speed_up:.2f} times as fast" if what_if.speed_up > 1.005 else "no faster"
         console.print(f"  with {what_if.change}: {what_if.step_s:.3f} s, {gain}")
     if advice.choices:
         console.print(
-            "\n[bold]Why it wins[/bold]: the best alternative of each choice",
+            "\n[bold]Why it wins[/bold]: the best alternative to each choice",
             _choices_table(advice),
         )
     console.print(
-        "\n[bold]With less memory[/bold] (the front of memory against time)",
+        "\n[bold]With less memory[/bold] (the fastest plan for each amount)",
         _plans_table(advice, list(advice.front)),
     )
-    console.print("[bold]Presets[/bold], in the same batch", _presets_table(advice, advice.best))
+    console.print("[bold]Presets[/bold], at the same batch", _presets_table(advice, advice.best))
     for name, reason in advice.left_out.items():
-        console.print(f"  without {name}: {reason}", markup=False)
+        console.print(f"  {name} is left out: {reason}", markup=False)
     for path, what in ((output, "plan"), (chart, "chart")):
         if path is not None:
             console.print(f"{what} written to {path}", markup=False)
@@ -281,19 +281,19 @@ def _print(advice: "Advice", took_s: float, output: Path | None, chart: Path | N
 def _print_nothing_fits(console: "Console", advice: "Advice") -> None:
     smallest = advice.result.smallest
     if smallest is None:
-        console.print("[bold red]Nothing fits[/bold red], and no plan could be priced.")
+        console.print("[bold red]Nothing fits[/bold red], and no plan could be simulated.")
         return
-    console.print("[bold red]Nothing fits.[/bold red] What needs least:")
+    console.print("[bold red]Nothing fits.[/bold red] The plan that needs least:")
     console.print(_plans_table(advice, [smallest]))
     for lack in advice.lacking():
         missing = format_bytes(lack.needed - lack.available)
         console.print(
-            f"  {lack.tier}: needs {format_bytes(lack.needed)} a rank, has "
+            f"  {lack.tier}: needs {format_bytes(lack.needed)} per rank, has "
             f"{format_bytes(lack.available)}: {missing} too little"
         )
     _print_peak(console, advice)
     if advice.remedies:
-        console.print("What would make it fit, each alone:")
+        console.print("Each of these alone would make it fit:")
         for remedy in advice.remedies:
             console.print(f"  {remedy}", markup=False)
     else:
@@ -310,7 +310,7 @@ def _print_peak(console: "Console", advice: "Advice") -> None:
         if nbytes > 0.02 * total
     ]
     console.print(
-        f"\nMemory is fullest in {advice.peak.name}, {format_bytes(total)}: {', '.join(terms)}.",
+        f"\nMemory peaks in {advice.peak.name} at {format_bytes(total)}: {', '.join(terms)}.",
         markup=False,
     )
 
@@ -330,7 +330,7 @@ def _choices_table(advice: "Advice") -> "Table":
 
 
 def _table(*columns: str, words: int) -> "Table":
-    """The first columns are words, the others figures."""
+    """A table whose first ``words`` columns are words, the others figures."""
     from rich import box
     from rich.table import Table
 
@@ -343,7 +343,7 @@ def _table(*columns: str, words: int) -> "Table":
 def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
     from shardwise.planner.choices import wires
 
-    # Other memory than the device's has a column only where some plan uses it.
+    # Host memory and disk have a column only where some plan uses them.
     beside = [
         (words, term)
         for words, term in (("host", "cpu"), ("disk", "nvme"))
@@ -353,7 +353,7 @@ def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
         "P / G / OS", "keep", "wires", "tiers", "activations", "batch",
         "step", "exposed", "TFLOP/s", "memory", *(words for words, _ in beside), words=6,
     )  # fmt: skip
-    least = {"keep": 8, "wires": 5}  # these give way where a table is too wide, down to so much
+    least = {"keep": 8, "wires": 5}  # only these may shrink, down to these widths
     for column in table.columns:
         column.no_wrap = column.header not in least
         column.min_width = least.get(str(column.header))
@@ -361,7 +361,7 @@ def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
         plan, estimate = candidate.plan, candidate.estimate
         states = (plan.params, plan.grads, plan.optim)
         tiers = [state.tier for state in states]
-        exceptions = f", {len(plan.overrides)} units otherwise" if plan.overrides else ""
+        exceptions = f", {len(plan.overrides)} units differ" if plan.overrides else ""
         table.add_row(
             partitioning(candidate) + exceptions,
             plan.keep + (" until step" if plan.keep_until == "step" else ""),
@@ -379,7 +379,7 @@ def _plans_table(advice: "Advice", candidates: "list[Candidate]") -> "Table":
 
 
 def _exposed(candidate: "Candidate") -> str:
-    """What of a step is neither compute nor update."""
+    """The share of a step that is neither compute nor update."""
     from shardwise.cost.simulate import EXPOSED
 
     seconds = sum(candidate.estimate.exposed[use] for use in EXPOSED)

@@ -1,4 +1,4 @@
-"""`shardwise probe`: measure this cluster for the planner, and write it down."""
+"""`shardwise probe`: measure this cluster for the planner, and write the result to a file."""
 
 import tempfile
 import tomllib
@@ -22,21 +22,21 @@ def probe(
         str | None, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
     ] = None,
     path: Annotated[
-        Path | None, typer.Option(help="A folder on a disk, to measure it as well.")
+        Path | None, typer.Option(help="A folder on a disk that is measured as well.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of compute, beside float32: float32, bfloat16, float16.")
+        str, typer.Option(help="Dtype of compute, besides float32: float32, bfloat16, float16.")
     ] = "float32",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only try it on tiny amounts: figures mean little.")
+        bool, typer.Option("--quick", help="A trial run on tiny amounts; its figures mean little.")
     ] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Measure links, compute, memory and disk of this cluster, for plans that fit it.
+    """Measure the links, compute, memory and disk of this cluster for the planner.
 
-    All ranks measure at once, as they will train. The result is kept in the user's cache folder,
-    where plan="auto" on the same ranks finds it; -o writes it for shardwise plan. It takes a minute
-    or so.
+    All ranks measure at the same time, as they train. The result is stored in the user's cache
+    folder, where plan="auto" on the same ranks finds it; -o also writes it to a file for
+    shardwise plan. It takes about a minute.
 
     Examples:
 
@@ -55,7 +55,7 @@ def probe(
     if output is not None and launch.is_rank_zero():
         _check_output(output)
     if path is not None and not path.is_dir():
-        raise UsageError(f"--path {path} is no folder; give one on a local disk.")
+        raise UsageError(f"--path {path} is not a folder; give one on a local disk.")
     arguments = {
         "levels": levels,
         "dtype": dtype,
@@ -71,7 +71,7 @@ def probe(
 
 
 def _finish(answer: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Writes and shows what was measured."""
+    """Write and show what was measured."""
     from shardwise.cost.file import parse_cluster
 
     written = [answer["stored"]] if answer["stored"] else []
@@ -95,7 +95,7 @@ def _finish(answer: dict[str, Any], output: Path | None, as_json: bool) -> None:
 
 
 def _check_output(output: Path) -> None:
-    """Raises where the file cannot be written, before minutes are spent on what goes into it."""
+    """Raise if the file cannot be written, before a minute is spent on measuring."""
     if output.is_dir():
         raise UsageError(f"{output} is a folder; give the name of a .toml file, such as "
                          f"{output / 'cluster.toml'}.")  # fmt: skip
@@ -106,7 +106,7 @@ def _check_output(output: Path) -> None:
             tempfile.TemporaryFile(dir=output.parent).close()
     except OSError as error:
         raise UsageError(
-            f"{output} cannot be written: {error.strerror}; give a file in a folder of yours."
+            f"{output} cannot be written: {error.strerror}; give a file in a writable folder."
         ) from None
 
 

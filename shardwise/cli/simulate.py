@@ -21,41 +21,45 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 UPDATES = ("update", "copies")
-"""What tables show as one: neither is the model's own work, nor a transfer."""
+"""Uses that tables show as one: neither is the model's own work, nor a transfer."""
 WIDTH = 108
-"""Columns that the table needs so that no figure is broken."""
+"""Characters per line that the table needs so that no figure is broken."""
 LOG_FACTOR = 8
-"""Ranges that span more are drawn with equal factors equally far apart."""
+"""Ranges that span at least this factor are drawn on a logarithmic axis."""
 
 
 def simulate(
     plan: Annotated[str, typer.Argument(help="A preset's name or a plan's TOML file.")],
     cluster: Annotated[
-        str, typer.Option(help="A name such as dgx-a100, or a file of shardwise probe.")
+        str, typer.Option(help="A name such as dgx-a100, or a file written by shardwise probe.")
     ],
     model: Annotated[
         str, typer.Option(help="llama-7b, gpt-1.3b, transformers:gpt2, or a config.json.")
     ] = "llama-7b",
     ranks: Annotated[
-        str, typer.Option(help="How many: 8,64,512. Default: as many as the cluster has.")
+        str, typer.Option(help="Number of ranks: 8,64,512. Default: all of the cluster.")
     ] = "",
     bandwidth: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of a level's links, out of one member: world=10gbit,25gbit or node=300GB/s; "
+            help="Of each member's link on a level: world=10gbit,25gbit or node=300GB/s; "
             "may be repeated."
         ),
     ] = None,
-    micro_batch: Annotated[str, typer.Option(help="Sequences a rank: 1,2,4.")] = "1",
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 2048,
+    micro_batch: Annotated[str, typer.Option(help="Sequences per rank: 1,2,4.")] = "1",
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of compute and wire; default: the plan's, or bfloat16 where there is."),
+        typer.Option(
+            help="Of compute and transfers. Default: the plan's, or bfloat16 if the device has it."
+        ),
     ] = None,
     flat: Annotated[
         bool,
-        typer.Option("--flat", help="Price collectives as one ring over all ranks."),
+        typer.Option(
+            "--flat", help="Price each collective as one ring over all ranks, not hop by hop."
+        ),
     ] = False,
     output: Annotated[
         Path | None,
@@ -63,7 +67,7 @@ def simulate(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A .json file for the step as Chrome and Perfetto open it."),
+        typer.Option(help="A .json file for a trace of the step, for Chrome or Perfetto."),
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
@@ -110,14 +114,14 @@ class Case:
 
     label: str
     at: float
-    """Where it lies on an axis."""
+    """Its position on the chart's axis."""
     cluster: "Cluster"
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     estimate: "Estimate"
@@ -163,7 +167,7 @@ class Simulation:
         return f"{self.plan.name}: {self.facts.name} on {self.cluster}{collectives}"
 
     def to_dict(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """The answer in JSON's types."""
+        """The result as plain data for JSON."""
         from shardwise.plans.file import dump_plan
 
         return {
@@ -203,7 +207,7 @@ def _row_dict(row: Row) -> dict[str, Any]:
 def _cases(
     cluster: "Cluster", ranks: str, bandwidths: Sequence[str], micro_batch: str
 ) -> tuple[list[Case], str]:
-    """The cases in the order given, and what differs between them, as its option says it."""
+    """The cases in the order given, and the name of the option that differs between them."""
     worlds = _counts(ranks, "--ranks") if ranks else [cluster.world]
     batches = _counts(micro_batch, "--micro-batch")
     links = [_links(text) for text in bandwidths]
@@ -236,12 +240,12 @@ def _cases(
 def _counts(text: str, option: str) -> list[int]:
     values = [item.strip() for item in text.split(",")]
     if not all(value.isdecimal() and int(value) for value in values):
-        raise UsageError(f"{option} '{text}' is no list of numbers; write for example 8,64,512.")
+        raise UsageError(f"{option} '{text}' is not a list of numbers; write for example 8,64,512.")
     return [int(value) for value in values]
 
 
 def _links(text: str) -> tuple[str, list[str]]:
-    """A level and the rates of its links, each of which can be read."""
+    """A level and the rates of its links; raises if one cannot be read."""
     level, equals, rates = text.partition("=")
     if not equals or not level.strip():
         raise UsageError(f"--bandwidth '{text}' is not LEVEL=RATE; write for example world=25gbit.")
@@ -260,7 +264,7 @@ def _links(text: str) -> tuple[str, list[str]]:
 def _write(
     simulation: Simulation, rows: Sequence[Row], output: Path | None, trace: Path | None
 ) -> list[Path]:
-    """Writes what was asked for, and says what."""
+    """Write the requested files and return their paths."""
     from shardwise.core.trace import Trace
     from shardwise.planner.chart import write_chart
 
@@ -278,7 +282,7 @@ def _write(
 
 
 def _memory_counts(simulation: Simulation, row: Row) -> "list[Count]":
-    """What the device holds whenever another unit is computed."""
+    """What the device holds at the start of each unit's compute."""
     from shardwise.core.trace import Count
     from shardwise.plans.along import along
 
@@ -298,7 +302,7 @@ def _memory_counts(simulation: Simulation, row: Row) -> "list[Count]":
 
 
 def _chart(simulation: Simulation, rows: Sequence[Row]) -> str:
-    """Operations a second of a rank, beside what they would be if no transfer were ever seen."""
+    """Operations per second of a rank, beside what they would be if all transfers were hidden."""
     from shardwise.planner.chart import draw_lines
 
     is_rate = simulation.varies.startswith("bandwidth")
@@ -313,7 +317,7 @@ def _chart(simulation: Simulation, rows: Sequence[Row]) -> str:
         ],
         simulation.title,
         simulation.varies + unit,
-        "TFLOP/s a rank",
+        "TFLOP/s per rank",
         log_x=max(at) >= LOG_FACTOR * min(at),
     )
 
@@ -354,14 +358,14 @@ def _print(simulation: Simulation, rows: Sequence[Row], written: Sequence[Path])
         )
     console.print(table)
     console.print(
-        "TFLOP/s and memory are a rank's; shares are of the step: of transfers what is exposed, "
-        "update with copies.",
+        "TFLOP/s and memory are per rank. Percentages are of the step; transfers count only where "
+        "exposed, update includes copies.",
         style="dim",
     )
     for row in rows:
         for short in row.overflows:
             console.print(
-                f"{row.case.label}: {format_bytes(short.needed)} on {short.tier}, which has "
+                f"{row.case.label}: needs {format_bytes(short.needed)} on {short.tier}, which has "
                 f"{format_bytes(short.available)}.",
                 markup=False,
             )
@@ -370,7 +374,7 @@ def _print(simulation: Simulation, rows: Sequence[Row], written: Sequence[Path])
 
 
 def _shares(estimate: "Estimate") -> dict[str, float]:
-    """What of a step goes for which use."""
+    """The share of a step that each use takes."""
     seconds = {use: s for use, s in estimate.exposed.items() if use not in UPDATES}
     seconds["update"] = sum(estimate.exposed[use] for use in UPDATES)
     return {use: value / estimate.step_s for use, value in seconds.items()}

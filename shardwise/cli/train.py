@@ -1,4 +1,4 @@
-"""`shardwise train`: train a model on local workers and show how it goes."""
+"""`shardwise train`: train a model on local workers and show the progress."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def train(
     job: Annotated[
-        Path | None, typer.Argument(help="A job in TOML; every option in it has a default.")
+        Path | None, typer.Argument(help="A job as TOML; every option in it has a default.")
     ] = None,
     model: Annotated[
         str | None,
@@ -27,7 +27,7 @@ def train(
         str | None, typer.Option(help="auto (default), a preset's name, or a plan's TOML file.")
     ] = None,
     nvme: Annotated[
-        str | None, typer.Option(help="A folder on a disk, for plans that rest states there.")
+        str | None, typer.Option(help="A folder on a disk, for plans with states on tier nvme.")
     ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
@@ -39,16 +39,18 @@ def train(
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other option: --set optim.lr=1e-4."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any other option of the job: --set optim.lr=1e-4."
+        ),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the whole job as TOML and stop.")
+        bool, typer.Option("--print-config", help="Print the whole job as TOML and exit.")
     ] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Train a model; with no argument, a small GPT on the standard library's sources.
+    """Train a model; by default a small GPT on the sources of Python's standard library.
 
-    The plan is by default the planner's choice for this machine, which is probed once for it.
+    By default the planner chooses the plan for this machine, which is probed once for that.
 
     Examples:
 
@@ -114,14 +116,14 @@ def _print_summary(summary: "Summary") -> None:
     if summary.predicted_step_s is not None:
         ratio = summary.predicted_step_s / summary.step_s
         table.add_row(
-            "a step",
+            "step time",
             f"{summary.step_s:.3f} s, predicted {summary.predicted_step_s:.3f} s "
-            f"({ratio:.2f} of what was measured)",
+            f"({ratio:.2f} of the measured time)",
         )
     table.add_row("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}")
     table.add_row("validation loss", f"{summary.val_loss:.4f}")
     table.add_row("tokens/s", format_count(summary.tokens_per_s))
-    table.add_row("peak memory a rank", ", ".join(map(format_bytes, summary.peak_rss_bytes)))
+    table.add_row("peak memory per rank", ", ".join(map(format_bytes, summary.peak_rss_bytes)))
     table.add_row("metrics", summary.metrics)
-    table.add_row("the plan as a file", summary.plan_file)
+    table.add_row("plan file", summary.plan_file)
     Console().print(table)

@@ -17,34 +17,35 @@ def verify(
         str, typer.Option(help="gpt-tiny ... gpt-xl, transformers:gpt2, or a config.json.")
     ] = "gpt-tiny",
     nvme: Annotated[
-        str | None, typer.Option(help="A folder on a disk, for plans that rest states there.")
+        str | None, typer.Option(help="A folder on a disk, for plans with states on tier nvme.")
     ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Grid of ranks, innermost first: node=2,world=2.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes (default: the ranks in --levels, or 2).")
+        int | None, typer.Option(help="Processes (default: the ranks of --levels, or 2).")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 5,
     dtype: Annotated[
-        str, typer.Option(help="float64 judges everything, float32 less.")
+        str, typer.Option(help="float64 judges every quantity, float32 fewer.")
     ] = "float64",
     global_batch: Annotated[
-        int | None, typer.Option(help="Sequences a step (default: one a worker and micro-batch).")
+        int | None,
+        typer.Option(help="Sequences per step (default: one per worker and micro-batch)."),
     ] = None,
-    accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 32,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32,
     clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for none.")] = 1.0,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     tolerance: Annotated[
-        float | None, typer.Option(help="Judge everything by this relative difference instead.")
+        float | None, typer.Option(help="Largest relative difference allowed for every quantity.")
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """Train a few steps sharded and in one plain process, and compare every number.
 
-    Exit code 1 when a difference exceeds its tolerance.
+    The exit code is 1 when a difference exceeds its tolerance.
 
     Examples:
 
@@ -91,7 +92,7 @@ def _run(config: "TrainConfig", tolerance: float | None, as_json: bool) -> None:
 
 
 def _num_ranks(levels: str) -> int:
-    """Ranks in a grid such as node=2,world=2; what is wrong with it, `shard` will say better."""
+    """The number of ranks of a grid such as node=2,world=2; `shard` explains a wrong grid."""
     product = 1
     for level in levels.split(","):
         size = level.partition("=")[2].strip()

@@ -1,17 +1,17 @@
-"""Carrying flats over hops, raw or encoded: up the ladder (gather, refresh) and down it (reduce).
+"""Carries flats over hops, raw or encoded: up the ladder (gather, refresh) and down it (reduce).
 
 [Note: Payloads]
 A hop with a wire format moves a *payload*: the encoded form of a flat, in which every granule (a
-part of the bottom rung) has its own bytes, of one length and in order. So the payload of any part
-of any rung is contiguous, and hops cut it as they cut the flat. On the way up a payload is made
-once, by the rank that owns the values, and forwarded unchanged over all hops of one format;
-everybody, the owner included, then takes what it decodes to. That is the replica rule: all holders
-of an interval hold equal bits, whatever was lost.
+shard of the bottom rung) has its own bytes, of equal length and in order. So the payload of any
+shard of any rung is contiguous, and hops cut it as they cut the flat. On the way up the rank that
+owns the values encodes them once, and the payload is forwarded unchanged over all hops of one
+format. All ranks, including the owner, then use the decoded values. That is the replica rule: all
+holders of an interval have equal bits, whatever encoding lost.
 
 [Note: Columns]
 On the way down an encoded flat is cut into chunks: the same *columns* of every granule, side by
-side, are a small flat with the same ladder. While the outer hop of one chunk travels, the inner
-hops of the next are summed: the last leg runs in a lane of its own.
+side, are a small flat with the same ladder. The last leg runs in a separate lane, so the outer hop
+of one chunk travels while the inner hops of the next are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from shardwise.wire.codec import CastCodec, Codec, make_codec
 
 
 class Carried(Protocol):
-    """What is carried: a flat buffer, cut into the shards of a ladder's rungs."""
+    """A flat buffer that is cut into the shards of a ladder's rungs."""
 
     unit_name: str
     granule: int
@@ -41,27 +41,27 @@ class Carried(Protocol):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """In which raw gradients travel."""
+        """The dtype in which raw gradients travel."""
         ...
 
     def format(self, hop: Hop) -> Format | None:
-        """How it travels on a hop; None: as it is."""
+        """Its wire format on a hop; None: raw."""
 
     def interval(self, rung: int) -> Interval:
         """This rank's shard on a rung."""
         ...
 
     def rows(self, rung: int, top: int) -> slice:
-        """Which of the granules that this rank owns on rung ``top`` it owns on a lower rung too."""
+        """The granules of this rank's shard on rung ``top`` that its shard on ``rung`` has too."""
         ...
 
     def residual(self, hop: Hop) -> torch.Tensor | None:
-        """What error feedback adds to the next gradients on a hop: a row for each other member."""
+        """What error feedback adds to the next gradients on a hop: a row per other member."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One hop of a walk, with the link that it takes and the key that names the exchange."""
+    """One hop of a walk, with its link and the key that names the exchange."""
 
     hop: Hop
     link: Link
@@ -79,13 +79,13 @@ class Leg:
 
 
 def finish(legs: Sequence[Leg]) -> None:
-    """Returns when no other rank reads this one's buffers any more."""
+    """Return when no other rank reads this rank's buffers any more."""
     for leg in legs:
         leg.link.finish()
 
 
 class Carrier:
-    """One lane's codecs and working memory. Lanes run at once, so that each has its own."""
+    """One lane's codecs and working memory. Lanes run concurrently, so each has its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,18 +108,18 @@ class Carrier:
         return self._codecs[key]
 
     def scratch(self, role: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Memory for a role, kept from one use to the next: fresh pages cost more than the work."""
+        """Memory for a role, reused by the next use: fresh pages cost more than the work."""
         nbytes = numel * dtype.itemsize
         memory = self._memory.get(role)
         if memory is None or memory.nbytes < nbytes:
-            self._memory.pop(role, None)  # first, so that not both are there at once
+            self._memory.pop(role, None)  # frees the old memory before the new is allocated
             memory = self._memory[role] = torch.empty(
                 nbytes, dtype=torch.uint8, device=self._device
             )
         return memory[:nbytes].view(dtype)
 
     def payload(self, nbytes: int, legs: Sequence[Leg]) -> torch.Tensor:
-        """Memory for what travels on some legs next."""
+        """Memory for the next payload on some legs."""
         finish(self._read)
         self._read = legs
         return self.scratch("payload", nbytes)
@@ -134,9 +134,9 @@ class Carrier:
         legs: Sequence[Leg],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Fills ``buffer``, which begins at element ``origin``, from the own part upwards.
+        """Fill ``buffer``, which begins at element ``origin``, from this rank's shard upwards.
 
-        ``dtype`` is that of what has no wire format, where it is not the buffer's.
+        ``dtype`` is the dtype of raw hops, if it is not the buffer's.
         """
         dtype = dtype or buffer.dtype
         for format, run in _runs(flat, legs):
@@ -157,9 +157,9 @@ class Carrier:
         origin: int,
         legs: Sequence[Leg],
     ) -> None:
-        """As ``climb``, but what travels is how the own part's ``new`` values differ from the old.
+        """As ``climb``, but send the difference of this rank's ``new`` values to the old ones.
 
-        What is lost is not lost for ever: the next difference is taken from what all have now.
+        Losses do not add up: the next difference is taken from the values that all ranks have now.
         """
         (format, run), *rest = _runs(flat, legs)
         assert format is not None
@@ -170,7 +170,7 @@ class Carrier:
         payload = self._send_up(flat, codec, run, difference)
         target = buffer[flat.interval(run[-1].high).relative_to(origin)]
         for elements, nbytes in codec.chunks(target.numel()):
-            total = target[elements].to(new.dtype)  # a view where the dtypes agree
+            total = target[elements].to(new.dtype)  # a view if the dtypes are equal
             codec.add(payload[nbytes], total)
             if total.dtype != target.dtype:
                 target[elements].copy_(total)
@@ -179,7 +179,7 @@ class Carrier:
     def _send_up(
         self, flat: Carried, codec: Codec, run: Sequence[Leg], own: torch.Tensor
     ) -> torch.Tensor:
-        """Encodes the own part once and forwards it over a run of hops; returns all payloads."""
+        """Encode this rank's shard once and forward it over a run of hops; return all payloads."""
         top = flat.interval(run[-1].high)
         payload = self.payload(codec.nbytes(top.numel), run)
 
@@ -206,13 +206,13 @@ class Carrier:
         add: bool,
         outer: "Outer | None" = None,
     ) -> None:
-        """Sums ``source``, this rank's part of rung ``top``, over the legs into ``out``.
+        """Sum ``source``, this rank's shard on rung ``top``, over the legs into ``out``.
 
-        With ``outer`` the last leg runs there; wait for that before ``out`` is read.
+        With ``outer`` the last leg runs there; wait for it before reading ``out``.
         """
         if not any(flat.format(leg.hop) for leg in legs):
             if outer is not None:
-                outer.last.wait()  # another flat's last leg may still be on that link
+                outer.last.wait()  # another flat's last leg may still use that link
             self._descend_raw(flat, source, top, legs, out, scale=scale, add=add)
             if outer is not None:
                 finish(legs)
@@ -227,7 +227,7 @@ class Carrier:
         low = top if first is None else first.low
         for columns in chunk_columns(flat.granule, len(rows)):
             chunk = _Chunk(flat, columns)
-            # What the outer lane still works on is not this chunk's to overwrite.
+            # This chunk must not overwrite the values that the outer lane still uses.
             role = f"values {outer.turn()}" if outer else "values"
             mine = flat.rows(low, top)
             values = self.scratch(role, (mine.stop - mine.start) * chunk.granule, dtype)
@@ -258,7 +258,7 @@ class Carrier:
         scale: float,
         add: bool,
     ) -> None:
-        """Nothing is encoded: hops sum in place into the own piece, which nobody else reads."""
+        """Raw hops: each sums in place into this rank's piece, which no other rank reads."""
         origin = flat.interval(top).start
         codec = self.codec(None, source.dtype, flat.granule)
         for leg in legs:
@@ -305,7 +305,7 @@ class _Chunk:
 
 
 class Outer:
-    """The lane of the last legs, which run beside the inner legs of later chunks."""
+    """The lane of last legs, which run beside the inner legs of later chunks."""
 
     def __init__(self, lane: Lane, device: torch.device) -> None:
         self._lane, self.carrier = lane, Carrier(device)
@@ -313,13 +313,13 @@ class Outer:
         self._busy: list[Ticket] = [DONE, DONE]
 
     def turn(self) -> int:
-        """Which of two chunk buffers is next; waits until it is free."""
+        """The index of the next of two chunk buffers; waits until it is free."""
         self._turn = 1 - self._turn
         self._busy[self._turn].wait()
         return self._turn
 
     def run(self, work: Callable[[Carrier], None], name: str) -> None:
-        """Submits the last leg of the chunk whose turn it is; ``name`` is what traces call it."""
+        """Submit the last leg of the chunk whose turn it is; ``name`` is its name in traces."""
 
         def traced(_: Early) -> None:
             with span("outer", name):
@@ -328,12 +328,12 @@ class Outer:
         self._busy[self._turn] = self._lane.submit(traced)
 
     def afterwards(self, work: Callable[[], None]) -> Ticket:
-        """Submits what waits for everything before it, but uses no chunk."""
+        """Submit work that runs after everything before it, without a chunk buffer."""
         return self._lane.submit(lambda _: work())
 
     @property
     def last(self) -> Ticket:
-        """The ticket of what was submitted last; everything before is over by then."""
+        """The ticket of the latest work; when it is done, everything before it is."""
         return self._busy[self._turn]
 
 
@@ -360,10 +360,10 @@ def _runs(flat: Carried, legs: Sequence[Leg]) -> list[tuple[Format | None, list[
 def _add_residual(
     codec: Codec, values: torch.Tensor, payload: torch.Tensor, residual: torch.Tensor
 ) -> None:
-    """Error feedback: what the last encoding lost is added first, and what this one loses kept."""
+    """Error feedback: add the error of the last encoding, encode, and keep the new error."""
     wanted = values + residual
     codec.encode(wanted, payload)
     codec.decode(payload, residual)
     torch.sub(wanted, residual, out=residual)
-    # An overflow is reported by the gradients themselves and must not come back in every step.
+    # An overflow shows in the gradients themselves and must not return in every later step.
     residual.nan_to_num_(0.0, 0.0, 0.0)

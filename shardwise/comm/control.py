@@ -1,4 +1,4 @@
-"""The control group: small agreements between all ranks, always on gloo, with a time limit."""
+"""The control group: small exchanges between all ranks, always on gloo, with a time limit."""
 
 import time
 from datetime import timedelta
@@ -12,7 +12,7 @@ _GRACE_S = 3.0
 
 
 class Control:
-    """Exchanges a few integers between all ranks, and says who is missing when one is."""
+    """Exchanges a few integers between all ranks, and reports which ranks are missing."""
 
     def __init__(self, world: int, rank: int, limit_s: float) -> None:
         self.world, self.rank, self._limit_s = world, rank, limit_s
@@ -24,7 +24,7 @@ class Control:
             self._name = f"shardwise/{self._group.group_name}"
 
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Every rank's ``values`` (one row a rank); all must bring the same number of them."""
+        """Every rank's ``values``, one row per rank; all must have the same number of them."""
         if self._group is None:
             return values.unsqueeze(0)
         if self._broken is not None:
@@ -57,7 +57,7 @@ class Control:
         return box[0]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites a CPU tensor with rank 0's."""
+        """Overwrite a CPU tensor with that of rank 0."""
         if self._group is not None:
             dist.broadcast(tensor, src=0, group=self._group)
 
@@ -67,13 +67,13 @@ class Control:
             self._group = None
 
     def report(self, what: str) -> None:
-        """Leaves a note of what this rank was doing, for the messages of others."""
+        """Publish what this rank was doing, for error messages of other ranks."""
         if self._group is not None:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{self._name}/{self.rank}", what)
 
     def _diagnose(self, what: str, error: RuntimeError) -> SyncError:
-        """Every rank that gives up says where it was; who says nothing is elsewhere or gone."""
+        """An error with the place of every rank that gave up; the others did not arrive."""
         store = dist.distributed_c10d._get_default_store()
         places: dict[int, str] = {}
         try:
@@ -84,7 +84,7 @@ class Control:
                     if store.check([f"{self._name}/{rank}"]):
                         places[rank] = store.get(f"{self._name}/{rank}").decode()
                 time.sleep(0.05)
-        except RuntimeError:  # the store's host is gone: report what is known
+        except RuntimeError:  # the store's host has ended: report what is known
             places.setdefault(self.rank, what)
         missing = sorted(set(range(self.world)) - places.keys())
         lines = [f"Rank {self.rank} gave up on the {what} after at most {self._limit_s:.0f} s"]

@@ -1,4 +1,4 @@
-"""From the grid to communication: the rank's place, process groups, and one link a hop and lane."""
+"""From the grid to communication: a rank's place, process groups, and a link per hop and lane."""
 
 import os
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.topology import Level, Step, Topology
 
 DEFAULT_LIMIT_S = 600.0
-"""How long a rank waits for another before it is an error."""
+"""How long a rank waits for another before it raises an error."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Grid:
         )
 
     def connect(self, steps: Iterable[Step], outer: Iterable[Step] = ()) -> None:
-        """Makes the links of all ``steps``; every rank must call it with the same ones.
+        """Make the links of all ``steps``; every rank must call it with the same ones.
 
-        Lanes run at once, so each has links of its own; the outer lane only on its steps.
+        Lanes run concurrently, so each has its own links; the outer lane only on its steps.
         """
         last = set(outer)
         for step in sorted(set(steps), key=lambda s: (s.stride, s.size)):
@@ -79,7 +79,7 @@ class Grid:
 
     @property
     def link_kinds(self) -> dict[str, str]:
-        """How ranks meet on each level: its links' kinds, by the level's name."""
+        """The kind of the links of each level, by the level's name."""
         kinds: dict[str, set[str]] = {}
         for (_, step), link in self._links.items():
             if step.size > 1:
@@ -90,17 +90,17 @@ class Grid:
         return self._links[lane, step]
 
     def drain(self) -> None:
-        """Waits until no parameters travel: neither gathers nor refreshes."""
+        """Wait until no gathers and refreshes are in flight."""
         self.gathers.drain()
         self.outer.drain()
 
     def end_lanes(self) -> None:
-        """Ends the threads; for a model that nobody holds any more."""
+        """End the threads of a model that is no longer referenced."""
         for lane in (self.gathers, self.reduces, self.outer):
             lane.close()
 
     def close(self) -> None:
-        """Ends lanes, links and groups, in this order, on all ranks together."""
+        """End lanes, links and groups, in this order; collective."""
         self.end_lanes()
         for link in self._links.values():
             link.close()
@@ -118,8 +118,8 @@ class Grid:
         return kind(group, ranks, rank, self.labels, self.limit_s)
 
     def _new_group(self, step: Step) -> dist.ProcessGroup:
-        """This rank's process group for a step. All ranks make all groups of it, in one order:
-        groups made by their members alone share a name with destroyed ones of the same ranks."""
+        """This rank's process group for a step. All ranks make all groups of it, in the same order:
+        a group made by its members alone would reuse the name of a destroyed one."""
         mine: dist.ProcessGroup | None = None
         for ranks in sorted({step.group(rank) for rank in range(self.place.world)}):
             group = dist.new_group(
@@ -135,9 +135,9 @@ class Grid:
 
 
 def find_place(levels: str | Topology | None, device: torch.device) -> Place:
-    """This process's place; starts ``torch.distributed`` from torchrun's environment if need be.
+    """The place of this process; if needed, initialises ``torch.distributed`` from the environment.
 
-    Without torchrun's environment there is one rank. Levels come from the argument or from
+    Without torchrun's environment there is one rank. Levels come from the argument, otherwise from
     torchrun: ranks per node, and nodes.
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:

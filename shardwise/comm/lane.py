@@ -1,7 +1,7 @@
-"""Lanes: ordered queues that run transfers beside the compute.
+"""Lanes: ordered queues that run transfers beside compute.
 
-On CPU a lane is a thread, on CUDA a stream. Work submitted to one lane runs in order of
-submission, which is the same on every rank; that is what makes collectives match.
+On CPU a lane is a thread, on CUDA a stream. Work on a lane runs in the order of submission, which
+is the same on every rank, so collectives match.
 """
 
 import queue
@@ -20,13 +20,13 @@ class Lane(Protocol):
     """An ordered queue of work."""
 
     def submit(self, work: Callable[["Early"], None]) -> Ticket:
-        """Queues ``work``; it may call its argument when its result may already be used."""
+        """Queue ``work``; it may call its argument once its result can be used."""
 
     def drain(self) -> None:
-        """Waits for everything submitted so far, including what follows an early result."""
+        """Wait for everything submitted so far, including work after an early result."""
 
     def close(self) -> None:
-        """Ends the lane after the work already submitted."""
+        """End the lane after the work already submitted."""
 
 
 Early = Callable[[], None]
@@ -52,7 +52,7 @@ _Queued = tuple[Callable[[Early], None], _ThreadTicket, Meter | None]
 
 
 class ThreadLane:
-    """A lane for CPU: one thread. Torch's kernels and gloo's waits release the GIL."""
+    """A lane on CPU: one thread. Torch's kernels and gloo's waits release the GIL."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ class ThreadLane:
 
     def close(self) -> None:
         self._queue.put(None)
-        if self._thread is not threading.current_thread():  # which may collect a dropped model
+        if self._thread is not threading.current_thread():  # it may collect a dropped model
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
@@ -82,8 +82,8 @@ class ThreadLane:
             if self._broken is None:
                 try:
                     work(ticket.finish)
-                except BaseException as error:  # delivered to whoever waits
-                    # Ranks are no longer in step after a failed transfer: all later ones fail too.
+                except BaseException as error:  # raised by the ticket
+                    # After a failed transfer ranks are out of step, so all later ones fail as well.
                     self._broken = error
             ticket.finish(self._broken)
             del item, work, ticket, meter  # the closure may own large buffers
@@ -98,7 +98,7 @@ class _StreamTicket:
 
 
 class StreamLane:
-    """A lane for CUDA: one stream; work is enqueued at once and ordered by events."""
+    """A lane on CUDA: one stream; work is enqueued immediately and ordered by events."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -119,7 +119,7 @@ class StreamLane:
 
 
 class InlineLane:
-    """A lane for one rank: nothing travels, so work runs where it is submitted."""
+    """A lane for a single rank: nothing travels, so work runs when it is submitted."""
 
     def submit(self, work: Callable[[Early], None]) -> Ticket:
         with torch.no_grad():
@@ -142,10 +142,10 @@ class _Future:
 
 
 class HostLane:
-    """The thread for what the host does beside a backward.
+    """The thread for the host's work beside backward.
 
-    One for all models and optimizers of a process, because these may share parameters and groups.
-    Work that fails breaks nothing but itself. On CUDA it has a stream of its own.
+    There is one for all models and optimizers of a process, because these may share parameters and
+    groups. A failure affects only the work that failed. On CUDA it has its own stream.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class HostLane:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def submit(self, work: Callable[[], None], device: torch.device) -> Ticket:
-        """Queues work that comes after everything that the caller's stream has been given."""
+        """Queue work that runs after everything enqueued on the caller's stream."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "shardwise-host")
         if device.type != "cuda":
@@ -183,14 +183,14 @@ HOST = HostLane()
 
 
 def wait_on_host(ticket: Ticket, device: torch.device) -> None:
-    """Waits for work whose results the host reads: on CUDA a ticket alone orders only a stream."""
+    """Wait for work whose results the host reads: on CUDA a ticket only orders a stream."""
     ticket.wait()
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
 
 def make_lane(name: str, device: torch.device, world: int) -> Lane:
-    """The kind of lane that fits the device."""
+    """A lane for the device."""
     if world == 1:
         return InlineLane()
     return StreamLane(device) if device.type == "cuda" else ThreadLane(name)

@@ -1,19 +1,20 @@
 """Links: how the ranks of one hop exchange flat memory, and which implementation is used.
 
-A hop has two verbs, both on contiguous memory cut into one piece a member:
+A hop has two operations, both on contiguous memory with one piece per member:
 
-- ``gather``: every member's buffer holds its own piece; afterwards all hold all pieces.
-- ``reduce``: every member holds a whole payload; afterwards each has the sum of its own piece.
+- ``gather`` (all-gather): every member's buffer has its own piece; afterwards all have all pieces.
+- ``reduce`` (reduce-scatter): every member has a whole payload; afterwards each has the sum of its
+  own piece.
 
-What a piece looks like on the wire is a codec's affair (``wire/``): links move bytes, and ask the
-codec to add what arrived to a running total.
+Codecs (``wire/``) define what a piece looks like on the wire: links move bytes, and call the codec
+to add what arrived to a running total.
 
 [Note: Choice of a link]
-Measured by ``benchmarks/hops.py`` on two cores, gloo's own collectives are the slowest way to
-move the bytes, point-to-point messages are about twice as fast, and reading the peer's memory
-directly (``local.py``) is about twice as fast again and costs the sender no CPU time at all. So:
-CUDA uses NCCL's collectives, ranks of one host read each other's memory where the kernel allows
-it, and everything else goes point to point.
+Measured by ``benchmarks/hops.py`` on two cores, gloo's own collectives are the slowest way to move
+bytes, point-to-point messages are about twice as fast, and reading the peer's memory directly
+(``local.py``) is about twice as fast again and costs the sender no CPU time. So CUDA uses NCCL's
+collectives, ranks of one host read each other's memory if the kernel allows it, and everything else
+uses point-to-point messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +35,12 @@ class Link(Protocol):
     """The exchange between the members of one hop; ``key`` names what travels (see ``Labels``)."""
 
     kind: str
-    """How members meet, in words for people."""
+    """How members communicate, in words for people."""
     size: int
     coordinate: int
 
     def gather(self, buffer: torch.Tensor, key: int) -> None:
-        """Fills in the other members' pieces of ``buffer``."""
+        """Fill in the other members' pieces of ``buffer``."""
 
     def reduce(
         self,
@@ -52,21 +53,21 @@ class Link(Protocol):
         scale: float,
         add: bool,
     ) -> None:
-        """``out`` becomes (or with ``add`` grows by) scale times the sum of the own piece.
+        """Set ``out`` to scale times the sum of this member's piece, or with ``add`` add that.
 
-        ``payload`` holds one encoded piece a member; ``own`` is this member's own piece as it is,
-        and ``out`` may be the same memory: no other member reads that.
+        ``payload`` has one encoded piece per member; ``own`` is this member's piece, not encoded.
+        ``out`` may be the same memory, because no other member reads it.
         """
 
     def finish(self) -> None:
-        """Returns when no other member needs this rank's buffers of the last exchange any more."""
+        """Return when no other member needs this rank's buffers of the last exchange any more."""
 
     def close(self) -> None:
-        """Releases what the link holds."""
+        """Release the link's resources."""
 
 
 class Labels:
-    """Names for the integer keys that travel with an exchange, for messages to people."""
+    """Names of the integer keys of exchanges, for error messages."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -102,7 +103,7 @@ class Summer:
         scale: float,
         add: bool,
     ) -> None:
-        """``arrived(member, bytes)`` is a part of the payload that came from another member."""
+        """``arrived(member, bytes)`` is a piece of the payload that came from another member."""
         dtype = torch.promote_types(own.dtype, torch.float32)
         for elements, nbytes in codec.chunks(own.numel()):
             total = self._total(dtype, own.device, elements.stop - elements.start)
@@ -123,9 +124,9 @@ class Summer:
 
 
 def accumulate(value: torch.Tensor, out: torch.Tensor, *, scale: float, add: bool) -> None:
-    """``out`` becomes, or grows by, scale times a value."""
+    """Set ``out`` to scale times a value, or add that."""
     if add:
-        # Adding across dtypes is not vectorised; converting first is ten times as fast.
+        # Adding across dtypes is not vectorised; converting first is ten times faster.
         out.add_(value if value.dtype == out.dtype else value.to(out.dtype), alpha=scale)
     elif scale == 1.0:
         out.copy_(value)
@@ -185,7 +186,7 @@ class PeerLink:
         count_sent(key, len(sends) * parts[0].nbytes)
 
     def finish(self) -> None:
-        """Nothing to wait for: sends were awaited, and sent memory is the sender's again."""
+        """Nothing to wait for: all sends are complete."""
 
     def close(self) -> None:
         self._staging = self._staging[:, :0].clone()
@@ -199,7 +200,7 @@ class PeerLink:
         return self._staging[:, :nbytes]
 
     def _receive(self, tensor: torch.Tensor, member: int, key: int) -> "dist.Work | None":
-        try:  # a peer that has ended may be noticed before there is anything to wait for
+        try:  # raises at once if the peer is known to have ended
             return dist.irecv(tensor, group=self._group, group_src=member, tag=key)
         except RuntimeError as error:
             raise self._lost(self._ranks[member], key, error) from error
@@ -221,13 +222,13 @@ class PeerLink:
     def _lost(self, peer: int, key: int, error: RuntimeError) -> SyncError:
         return SyncError(
             f"Rank {self._rank} waited for rank {peer} in the {self._labels.name(key)}, "
-            f"and rank {peer} did not take part within {self._limit.total_seconds():.0f} s "
+            f"but rank {peer} did not take part within {self._limit.total_seconds():.0f} s "
             f"or has ended ({str(error).splitlines()[0][:120]})."
         )
 
 
 class CollectiveLink:
-    """NCCL's own collectives. Plain dtypes are summed by it; encoded pieces go all to all."""
+    """NCCL's own collectives. NCCL sums plain dtypes; encoded pieces are exchanged all-to-all."""
 
     kind = "NCCL"
 
@@ -235,7 +236,7 @@ class CollectiveLink:
         self.size, self.coordinate = len(ranks), list(ranks).index(rank)
         self._group = group
         self._summer = Summer()
-        # The deprecated names go away in favour of *_single; take whichever this torch has.
+        # The names are being replaced by *_single; use those that this torch has.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = (
             getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -276,7 +277,7 @@ class CollectiveLink:
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Streams order the buffers' reuse."""
+        """Nothing to wait for: streams order the reuse of buffers."""
 
     def close(self) -> None:
         pass

@@ -1,9 +1,9 @@
-"""The link between ranks of one host: each reads its peers' memory straight from their process.
+"""The link between ranks of one host: each reads its peers' memory directly.
 
 Linux copies between processes of one user with ``process_vm_readv``: one copy, no socket, and no
-work for the owner. A small shared page, the *board*, says who has posted which exchange at which
-address and who has finished reading. Because the exchange's key stands on the board, ranks that
-are out of step find out at once, with both names, instead of mixing up their data.
+work for the owner. A small shared page, the *board*, shows which member has posted which exchange
+at which address, and which has finished reading. As the board has the exchange's key, ranks that
+are out of step raise an error at once, with both names, instead of mixing up their data.
 
 Only on x86-64: the board relies on stores becoming visible in program order.
 """
@@ -48,7 +48,7 @@ _log = logging.getLogger("shardwise")
 
 
 class Board:
-    """A few integers a member, in memory that the members of one hop share."""
+    """A few integers per member, in memory shared by the members of a hop."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         me = list(ranks).index(rank)
@@ -77,12 +77,12 @@ class Board:
         self._cells[member * _FIELDS + field] = value
 
     def announce(self, member: int, field: int, value: int) -> None:
-        """Sets a counter and wakes whoever waits for it."""
+        """Set a counter and wake all that wait for it."""
         self.set(member, field, value)
         self._futex(member, field, _FUTEX_WAKE, 0x7FFFFFFF, None)
 
     def wait_while(self, member: int, field: int, value: int, limit_s: float) -> None:
-        """Sleeps while a counter has a value, but not longer than the limit."""
+        """Sleep while a counter has a value, but not longer than the limit."""
         self._futex(member, field, _FUTEX_WAIT, value & 0xFFFFFFFF, limit_s)
 
     def close(self) -> None:
@@ -91,8 +91,8 @@ class Board:
         self._memory.close()
 
     def _futex(self, member: int, field: int, verb: int, value: int, limit_s: float | None) -> None:
-        # A futex is the low half of a counter. The kernel checks the value once more before it
-        # puts the thread to sleep, so that no wake-up is lost.
+        # The futex is the low half of a counter. The kernel checks the value again before it puts
+        # the thread to sleep, so that no wake-up is lost.
         address = ctypes.addressof(self._base) + (member * _FIELDS + field) * 8
         limit = None
         if limit_s is not None:
@@ -104,7 +104,7 @@ class Board:
 
 
 class LocalLink:
-    """Exchanges by reading the peers' memory. See the module's docstring."""
+    """Exchanges by reading the peers' memory; see the module's docstring."""
 
     kind = "shared memory"
 
@@ -166,11 +166,11 @@ class LocalLink:
         self._board.close()
 
     def _others(self) -> list[int]:
-        # Start with the next member, so that not everybody reads from the same one.
+        # Start with the next member, so that not all members read from the same one.
         return [(self.coordinate + i) % self.size for i in range(1, self.size)]
 
     def _post(self, address: int, key: int) -> None:
-        self.finish()  # the cells still belong to whoever reads the last exchange
+        self.finish()  # others may still read the cells of the last exchange
         self._count += 1
         board, me = self._board, self.coordinate
         board.set(me, _KEY, key)
@@ -212,7 +212,7 @@ class LocalLink:
     def _read(self, member: int, remote: int, local: int, nbytes: int, key: int) -> None:
         pid = self._board.get(member, _PID)
         done = 0
-        while done < nbytes:  # the kernel stops a single call short of 2 GiB
+        while done < nbytes:  # a single call moves less than 2 GiB
             count = _copy_from(pid, remote + done, local + done, nbytes - done)
             if count <= 0:
                 raise SyncError(
@@ -226,7 +226,7 @@ class LocalLink:
 def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
     """Whether all members are on one host and may read each other's memory; collective.
 
-    Where they share a host and may not, rank 0 of the group says so: such hops are slower.
+    If they share a host but may not, the group's first rank warns, because such hops are slower.
     """
     probe = torch.full((16,), rank, dtype=torch.int64)
     mine = (_host_identity(), os.getpid(), probe.data_ptr())
@@ -246,7 +246,7 @@ def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
     if together and not all(verdicts) and rank == ranks[0]:
         _log.warning(
             "Ranks %s share a host but may not read each other's memory (process_vm_readv: ptrace "
-            "rules, other users, or not x86-64), so their hops go by messages, which is slower.",
+            "rules, different users, or not x86-64), so their hops use messages, which is slower.",
             ", ".join(map(str, ranks)),
         )
     return all(verdicts)
@@ -265,16 +265,16 @@ def _copy_from(pid: int, remote: int, local: int, nbytes: int) -> int:
 
 
 def _allow_reading() -> None:
-    """Lets processes of the same user read this one where Yama would allow only its parents."""
+    """Let processes of the same user read this one, where Yama would allow only its parents."""
     pr_set_ptracer, anybody = 0x59616D61, -1
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(pr_set_ptracer, ctypes.c_ulong(anybody & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
 
 
 def _host_identity() -> str:
-    """Equal for processes that share a kernel, a process table and a network.
+    """An identity that is equal for processes with the same kernel, process table and network.
 
-    The network namespace counts, so that emulated nodes talk over their emulated link.
+    The network namespace counts, so that emulated nodes communicate over their emulated link.
     """
     parts = [platform.node()]
     for path in ("/proc/self/ns/pid", "/proc/self/ns/net"):

@@ -1,4 +1,4 @@
-"""What the calls of units in a forward are given and save, and how that adds up."""
+"""The inputs of units' calls in a forward, what autograd saves in them, and the totals."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -7,24 +7,24 @@ from typing import NamedTuple
 from shardwise.core.work import Saved
 
 SMALL_BYTES = 1 << 16
-"""Inputs of units that are smaller stay in memory: moving them would cost more than they take."""
+"""Smaller inputs of units stay in memory: moving them would cost more than it saves."""
 
 
 class Input(NamedTuple):
-    """A tensor that a unit's call is given."""
+    """A tensor that is an input of a unit's call."""
 
     num_bytes: int
     storage_bytes: int
-    """Of all the memory that it keeps alive; more than its own where it is a view."""
+    """Bytes of all memory that it keeps alive: more than its own if it is a view."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The outermost call of a unit; storages are told apart by their keys."""
+    """The outermost call of a unit; storages are identified by their keys."""
 
     inputs: Mapping[Hashable, Input]
     inner: Mapping[Hashable, int]
-    """What is saved in it."""
+    """What autograd saves in it."""
 
     @property
     def moved_bytes(self) -> int:
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward: what is saved outside the calls of units, and these."""
+    """A forward: the calls of units, and what autograd saves outside of them."""
 
     root: Mapping[Hashable, int]
     calls: tuple[Call, ...]

@@ -1,12 +1,12 @@
-"""A cluster as the planner sees it: what its links, devices, hosts and disks do in a second.
+"""A cluster as the planner sees it: the speeds of its links, devices, hosts and disks.
 
-Times are curves over amounts, measured by ``shardwise probe`` or drawn from cited rates. Whatever
-is not known is None, and asking for it is an error: an unknown speed is never taken for zero.
+Times are curves over amounts, measured by ``shardwise probe`` or derived from cited rates. An
+unknown figure is None, and asking for it is an error: an unknown speed is never taken for zero.
 
 [Note: All at once]
 Every figure is what one rank gets while all ranks of its node do the same, because that is how
 training uses a machine. A link's ``bandwidth`` is that of one member of its level (a device in a
-node, a node in a cluster), one way; the ranks inside a member share it.
+node, a node in a cluster), one-way; the ranks inside a member share it.
 """
 
 import statistics
@@ -21,14 +21,14 @@ from shardwise.core.topology import Level, Topology
 
 
 class ClusterError(PlanError):
-    """A cluster whose description lacks what was asked for, or contradicts itself."""
+    """The description of a cluster lacks a figure, or contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by amount: straight lines between known points, the last one going on.
+    """Seconds by amount: linear between known points, and beyond the last one.
 
-    Amounts below the first point take as long as that: it is the price of asking at all.
+    Amounts below the first point take as long as the first: it is the cost of any request.
 
     >>> curve = Curve(((1000, 2.0), (2000, 3.0)))
     >>> [curve.seconds(amount) for amount in (0, 1000, 1500, 4000)]
@@ -40,13 +40,13 @@ class Curve:
     def __post_init__(self) -> None:
         amounts = [amount for amount, _ in self.points]
         if len(amounts) < 2 or any(b <= a for a, b in pairwise(amounts)):
-            raise ClusterError("A curve needs two points or more, in ascending order of amounts.")
+            raise ClusterError("A curve needs at least two points, in ascending order of amounts.")
         if any(seconds < 0 for _, seconds in self.points) or self.points[-1][1] <= 0:
-            raise ClusterError("A curve's times are seconds: positive, at least the last one.")
+            raise ClusterError("The times of a curve must be seconds, the last one positive.")
 
     @classmethod
     def of_rate(cls, rate: float, latency_s: float = 0.0) -> "Curve":
-        """So much in a second, after a latency.
+        """The curve of an amount per second, after a latency.
 
         >>> Curve.of_rate(100.0, 0.5).seconds(200)
         2.5
@@ -55,7 +55,7 @@ class Curve:
 
     @classmethod
     def median(cls, visits: "Sequence[Curve]") -> "Curve":
-        """Of the same thing measured several times, at the amounts of the visit that has fewest.
+        """The median of several measurements, at the amounts of the one with the fewest points.
 
         >>> Curve.median([Curve(((1, s), (2, 3.0))) for s in (1.0, 0.2, 1.1)]).points
         ((1, 1.0), (2, 3.0))
@@ -69,7 +69,7 @@ class Curve:
         )
 
     def seconds(self, amount: float) -> float:
-        """How long an amount takes; nothing takes no time."""
+        """How long an amount takes; zero takes no time."""
         if amount <= 0:
             return 0.0
         first, last = self.points[0], self.points[-1]
@@ -78,34 +78,34 @@ class Curve:
         if amount >= last[0]:
             before = self.points[-2]
             slope = (last[1] - before[1]) / (last[0] - before[0])
-            # Noise may bend the end down; more never takes less.
+            # Noise may make the last segment fall; a larger amount never takes less time.
             return last[1] + (amount - last[0]) * max(slope, 0.5 * last[1] / last[0])
         right = bisect_right(self.points, amount, key=lambda point: point[0])
         (a, s), (b, t) = self.points[right - 1], self.points[right]
         return s + (t - s) * (amount - a) / (b - a)
 
     def rate(self, amount: float) -> float:
-        """Amount in a second at a size."""
+        """Amount per second for transfers of this amount."""
         return amount / self.seconds(amount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """The links of one level: between the ``size`` members that it joins."""
+    """The links of one level, between the ``size`` members that it joins."""
 
     name: str
     size: int
     bandwidth: float | None = None
-    """Bytes a second out of one member, one way, all of its ranks together."""
+    """Bytes per second out of one member, one-way, all of its ranks together."""
     latency_s: float | None = None
-    """What one message takes however short it is."""
+    """Seconds of the shortest message."""
     gather: Curve | None = None
-    """Measured: seconds of a gather hop by the bytes that each rank sends."""
+    """Measured: seconds of an all-gather hop by the bytes that each rank sends."""
     reduce: Curve | None = None
-    """Likewise of a reduce hop, with the summing."""
+    """Likewise for a reduce-scatter hop, including the sums."""
     busy: float = 0.0
-    """How much of what computes the hops take while they run: 0 none, 1 all. Of a host's processors
-    where these compute; else of a GPU's multiprocessors, whose kernels carry the transfers."""
+    """Share of the compute resource that hops take while they run, from 0 to 1: of the host's
+    processors if they compute, else of the GPU's multiprocessors, whose kernels transfer data."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -114,13 +114,13 @@ class LinkSpec:
         if self.size > 1 and not rated and not measured:
             raise ClusterError(
                 f"Level '{self.name}' of the cluster has neither bandwidth and latency_s nor "
-                "measured gather and reduce; give one of both, or run shardwise probe."
+                "measured gather and reduce; give one of the two pairs, or run shardwise probe."
             )
 
     def measured(self, sent_bytes: float, size: int, *, reduces: bool) -> float | None:
-        """Seconds of a hop between ``size`` of its members; None: nobody has measured it.
+        """Seconds of a hop between ``size`` of its members; None: not measured.
 
-        Curves are of all members. Among fewer of them a hop has fewer latencies.
+        Curves were measured between all members. Among fewer members a hop has fewer latencies.
         """
         curve = self.reduce if reduces else self.gather
         if curve is None:
@@ -129,7 +129,7 @@ class LinkSpec:
 
     @property
     def shortest_s(self) -> float:
-        """What one message takes however short it is, by what was measured."""
+        """Seconds of the shortest message, according to the measurements."""
         if self.gather is None:
             return 0.0
         return self.gather.points[0][1] / max(1, self.size - 1)
@@ -151,36 +151,36 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What computes: one a rank."""
+    """The compute device of a rank."""
 
     name: str
     kind: str
-    """``cuda`` or ``cpu``; of the latter the memory is the host's."""
+    """``cuda`` or ``cpu``; the memory of the latter is the host's."""
     memory_bytes: int
-    """For one rank."""
+    """Memory per rank."""
     forward: Mapping[str, Curve]
-    """By dtype: seconds of a block's forward by its matrix products' operations."""
+    """By dtype: seconds of a block's forward by the operations of its matrix products."""
     backward: Mapping[str, Curve]
-    """Likewise of its backward, by the operations of backward."""
+    """Likewise for its backward, by the operations of backward."""
     update: Curve
     """Seconds of an AdamW update by elements, with states in float32."""
     copy: Curve
-    """Seconds of a copy inside memory by bytes."""
+    """Seconds of a copy within memory, by bytes."""
     encode: Mapping[str, Curve] = field(default_factory=dict)
     """By kind of wire format: seconds by elements."""
     decode: Mapping[str, Curve] = field(default_factory=dict)
     share: float = 1.0
-    """How much of a host's processors the compute of its ranks takes; what it leaves is for hops.
-    Of devices with processors of their own: all."""
+    """Share of the host's processors that the compute of its ranks takes; hops can use the rest. 1
+    for devices with their own processors."""
     source: str = ""
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether its memory and processors are its own, not the host's."""
+        """Whether it has its own memory and processors, not the host's."""
         return self.kind != "cpu"
 
     def compute(self, dtype: str, flops: float, *, backward: bool = False) -> float:
-        """Seconds of a pass over a unit."""
+        """Seconds of a forward or backward of a unit."""
         return self._of("compute", self.backward if backward else self.forward, dtype).seconds(
             flops
         )
@@ -202,31 +202,31 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A node's memory beside the devices' own."""
+    """A node's memory that is not on its devices."""
 
     memory_bytes: int
-    """Of one node."""
+    """Memory of one node."""
     bandwidth: float
-    """Bytes a second between it and one device, one way, while all devices of a node do it."""
+    """Bytes per second to or from one device, one-way, while all devices of a node transfer."""
     update: Curve | None = None
-    """Seconds of one rank's share of an AdamW update there, by elements; None: not known."""
+    """Seconds of one rank's share of an AdamW update there, by elements; None: unknown."""
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """A node's disks together."""
+    """All disks of a node together."""
 
     size_bytes: int
     read: float
-    """Bytes a second, all ranks of a node together."""
+    """Bytes per second, all ranks of a node together."""
     write: float
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Levels innermost first, and what each rank has."""
+    """The levels, innermost first, and the device, host and disk of each rank."""
 
     name: str
     levels: tuple[LinkSpec, ...]
@@ -236,7 +236,7 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _ = self.topology  # which refuses sizes and names that cannot be
+        _ = self.topology  # raises on illegal sizes and names
 
     @property
     def topology(self) -> Topology:
@@ -255,14 +255,14 @@ class Cluster:
         return next(level for level in self.levels if level.name == name)
 
     def ranks_inside(self, name: str) -> int:
-        """Ranks of one member of a level, which share its link."""
+        """The number of ranks in one member of a level, which share its link."""
         index = next(i for i, level in enumerate(self.levels) if level.name == name)
         return prod(level.size for level in self.levels[:index])
 
     def with_bandwidth(self, name: str, bandwidth: float) -> "Cluster":
         """The same cluster with faster or slower links on a level.
 
-        A measured level is priced by rates from then on; what its shortest hop took is latency.
+        A measured level is priced by rates afterwards; its latency is that of its shortest hop.
         """
         if name not in (level.name for level in self.levels):
             known = ", ".join(level.name for level in self.levels)
@@ -271,8 +271,8 @@ class Cluster:
         if latency is None:
             if link.gather is None:
                 raise ClusterError(
-                    f"Nobody knows the latency of level '{name}' of cluster '{self.name}', which "
-                    "joins one member only; add latency_s."
+                    f"The latency of level '{name}' of cluster '{self.name}' is unknown, because "
+                    "it joins one member only; add latency_s."
                 )
             latency = link.shortest_s
         changed = replace(link, bandwidth=bandwidth, latency_s=latency, gather=None, reduce=None)
@@ -282,7 +282,7 @@ class Cluster:
     def with_world(self, world: int) -> "Cluster":
         """The same cluster with more or fewer members of the outermost level.
 
-        Fewer ranks than one such member has are a part of one.
+        With fewer ranks than one such member has, the cluster is part of one member.
         """
         inner = prod(level.size for level in self.levels[:-1])
         if world >= inner and world % inner == 0:
@@ -293,6 +293,6 @@ class Cluster:
             return replace(self, levels=(node.resized(world), outer.resized(1)))
         raise ClusterError(
             f"Cluster '{self.name}' has {inner} ranks in each member of its outermost level, so "
-            f"that it cannot have {world} ranks; use a multiple"
+            f"it cannot have {world} ranks; use a multiple"
             f"{' or a divisor' * (len(self.levels) == 2)} of {inner}."
         )

@@ -1,4 +1,4 @@
-"""The exceptions that users meet: one sentence naming what was wrong, where, and what to do."""
+"""The exceptions that users see: one sentence with what is wrong, where, and what to do."""
 
 
 class ShardwiseError(Exception):

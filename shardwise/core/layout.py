@@ -1,8 +1,8 @@
-"""Where every element of every state lives: flats, slots, and the parts that ranks own.
+"""Where every element of every state lives: flats, and the slots of parameters in them.
 
 A unit's parameters of one (dtype, requires_grad) are laid end to end in one *flat*, padded so that
-every rung of the ladder cuts it evenly. Nothing here knows torch: dtypes are names, sizes are
-element counts.
+every rung of the ladder cuts it evenly. This module does not use torch: dtypes are names, sizes
+are element counts.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from math import prod
 from shardwise.core.topology import Interval
 
 ALIGN = 16
-"""Every rank's part is a multiple of this many elements, so that parts start on cache lines."""
+"""Every shard is a multiple of this many elements, so that shards start on cache lines."""
 
 BLOCK_ALIGN = 256
-"""Large parts are a multiple of this: then they hold whole blocks of the usual wire formats."""
+"""Large shards are a multiple of this, so that they have whole blocks of the usual wire formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class UnitSpec:
     name: str
     flats: tuple[FlatSpec, ...]
     inside: bool = False
-    """Whether another unit's forward computes with it: a tile of a layer in a block."""
+    """Whether it is a tile of a layer in a block: then another unit's forward computes with it."""
 
     @property
     def numel(self) -> int:
@@ -72,7 +72,7 @@ class UnitSpec:
 
     @property
     def shape(self) -> tuple[tuple[int, str, bool], ...]:
-        """What a plan's operations on it depend on: alike units have equal ones."""
+        """All that a plan's operations on it depend on; equal for alike units."""
         return tuple((flat.numel, flat.dtype, flat.requires_grad) for flat in self.flats)
 
 
@@ -100,13 +100,13 @@ def padded(numel: int, world: int) -> int:
     >>> padded(100, 4)
     128
     """
-    large = numel >= 64 * BLOCK_ALIGN * world  # so that padding stays below two percent
+    large = numel >= 64 * BLOCK_ALIGN * world  # keeps padding below two per cent
     quantum = (BLOCK_ALIGN if large else ALIGN) * world
     return max(1, -(-numel // quantum)) * quantum
 
 
 def lay_out(name: str, params: list[ParamSpec], world: int, *, inside: bool = False) -> UnitSpec:
-    """Lays a unit's parameters into flats, one for each (dtype, requires_grad) that occurs."""
+    """Lay a unit's parameters into flats, one for each (dtype, requires_grad) that occurs."""
     kinds: dict[tuple[str, bool], list[ParamSpec]] = {}
     for param in params:
         kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
@@ -125,4 +125,4 @@ DTYPE_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
     "complex64": 8, "complex128": 16,
 }  # fmt: skip
-"""Bytes of one element, by the dtype's torch name."""
+"""Bytes per element, by the dtype's torch name."""

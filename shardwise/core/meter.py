@@ -1,7 +1,7 @@
-"""Bytes counted where they move: by links, stores and copies, for the operation that moves them.
+"""Counts of the bytes that links, stores and copies move, for each operation.
 
-Whoever executes an operation makes its ``Meter`` the current one of the thread; lanes and stores
-carry it along to the threads that do the work. Without one counting costs a comparison.
+The code that executes an operation makes its ``Meter`` the current one of its thread; lanes and
+stores pass it on to the threads that do the work. Without a meter, counting costs one comparison.
 """
 
 import threading
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def counting(meter: Meter | None) -> Iterator[None]:
-    """Inside, what this thread moves counts for an operation.
+    """Inside, this thread counts what it moves with this meter.
 
     >>> with counting(Meter()) as _, counting(meter := Meter()):
     ...     count_sent(7, 100)
@@ -57,7 +57,7 @@ def count_sent(key: int, nbytes: int) -> None:
 
 
 def count_moved(meter: Meter | None, nbytes: int, *, writes: bool) -> None:
-    """Bytes have moved between memory and a tier."""
+    """Count bytes moved between memory and a tier."""
     if meter is None:
         return
     with _lock:

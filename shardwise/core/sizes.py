@@ -1,4 +1,4 @@
-"""Amounts of memory, counts and rates of links as people write and read them."""
+"""Parsing and formatting of amounts of memory, counts, and rates of links."""
 
 import math
 import re
@@ -22,7 +22,7 @@ def parse_bytes(text: int | str, what: str = "size") -> int:
         return text
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2] not in _UNITS:
-        raise PlanError(f"{what} '{text}' is no amount of memory; write for example '2 GiB'.")
+        raise PlanError(f"{what} '{text}' is not an amount of memory; write for example '2 GiB'.")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -33,19 +33,19 @@ _RATE_UNITS = {
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second, of a text in bits or in bytes.
+    """Bytes per second, from a text in bits or bytes per second.
 
     >>> parse_rate("100gbit"), parse_rate("25 GB/s")
     (12500000000.0, 25000000000.0)
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)(?:/s|ps)?", text.strip().lower())
     if found is None or found[2] not in _RATE_UNITS or float(found[1]) == 0:
-        raise PlanError(f"'{text}' is no rate of a link; write for example 100gbit or 25GB/s.")
+        raise PlanError(f"'{text}' is not a rate; write for example 100gbit or 25GB/s.")
     return float(found[1]) * _RATE_UNITS[found[2]]
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes as a person reads them.
+    """A number of bytes with a unit, for people.
 
     >>> format_bytes(1.5e9), format_bytes(12)
     ('1.5 GB', '12 B')
@@ -57,7 +57,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count as a person reads it.
+    """A count with a suffix, for people.
 
     >>> format_count(10.7e6)
     '10.7M'

@@ -1,18 +1,18 @@
-"""SVG by hand: the colours, fonts and few shapes that all charts of shardwise are made of."""
+"""The colours, fonts and shapes of all charts, as SVG text."""
 
 from html import escape
 
 ACCENT, MUTED, MARK = "#2f6db5", "#a9b0b8", "#d1495b"
 TEXT, FAINT, RULE, GRID = "#22272e", "#69717a", "#d0d5da", "#eef0f2"
 LINES = (ACCENT, MARK, "#3c8d5a", "#b7791f", "#7b5ea7", "#2a8c99", FAINT)
-"""Colours of lines that must be told apart, in the order in which they are used."""
+"""Distinct colours for lines, in the order in which they are used."""
 
 FONTS = "Helvetica, Arial, DejaVu Sans, Liberation Sans, Noto Sans, sans-serif"
-"""Some that every system has: what draws PNGs knows no default of its own."""
+"""Includes fonts of every system, because the PNG renderer has no default font."""
 
 
 def document(width: float, height: float, parts: list[str]) -> str:
-    """The whole text of a file, on white."""
+    """A whole SVG file with a white background."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
@@ -28,7 +28,7 @@ def text(
     x: float, y: float, words: str, *, size: int = 13, color: str = TEXT, weight: str = "normal",
     anchor: str = "start", turned: bool = False,
 ) -> str:  # fmt: skip
-    """Words at a point; ``turned``: upwards."""
+    """Words at a point; ``turned``: vertical, reading upwards."""
     turn = f' transform="rotate(-90 {x:g} {y:g})"' if turned else ""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" font-weight="{weight}" '

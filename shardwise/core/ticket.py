@@ -1,14 +1,14 @@
-"""Claims on work that goes on elsewhere: in a lane, on a disk, on a stream."""
+"""Handles of work that runs elsewhere: in a lane, on a disk, on a stream."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Ticket(Protocol):
-    """A claim on submitted work."""
+    """A handle of submitted work."""
 
     def wait(self) -> None:
-        """Returns (on CUDA: orders the current stream) after the work; raises what it raised."""
+        """Return after the work (CUDA: order the current stream after it); raise what it raised."""
 
 
 class _Done:
@@ -17,7 +17,7 @@ class _Done:
 
 
 class Chained:
-    """A ticket for work that, while it ran, began more: over when all of it is."""
+    """A ticket for work that started more work: done when all of it is."""
 
     def __init__(self, first: Ticket, later: Sequence[Ticket]) -> None:
         self._first, self._later = first, later
@@ -29,4 +29,4 @@ class Chained:
 
 
 DONE: Ticket = _Done()
-"""The ticket of work that is already over."""
+"""The ticket of work that is already done."""

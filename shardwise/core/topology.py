@@ -4,12 +4,12 @@ Ranks are numbered with the innermost level first: with ``node=2,world=3`` rank 
 rank (5 % 2) of the third node (5 // 2).
 
 [Note: Ladder]
-A *rung* says into how many parts a flat buffer is cut: rung 0 is the full buffer, each further
-rung cuts every part of the rung above by the size of one *step*. Steps are the levels of the
-topology, innermost first; a spread that stops inside a level cuts this level into two steps.
-The position inside the innermost step is the most significant digit of the part's index, so the
-part that a rank owns on a rung lies inside the part that it owns on the rung above: ownership is
-nested, every hop moves contiguous memory, and nothing is ever reordered.
+A *rung* is how finely a flat buffer is sharded: rung 0 is the full buffer, and each further rung
+cuts every shard of the rung above by the size of one *step*. Steps are the levels of the topology,
+innermost first; a spread that stops inside a level cuts this level into two steps. The position in
+the innermost step is the most significant digit of a shard's index, so a rank's shard on a rung is
+part of its shard on the rung above: ownership is nested, every hop moves contiguous memory, and
+nothing is ever reordered.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,10 @@ class Topology:
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]
         if not names:
-            raise PlanError("A topology needs a level; write for example world=1.")
+            raise PlanError("A topology needs at least one level; write for example world=1.")
         for level in self.levels:
             if level.size < 1:
-                raise PlanError(
-                    f"Level '{level.name}' has size {level.size}; it must be at least 1."
-                )
+                raise PlanError(f"Level '{level.name}' has size {level.size}; use at least 1.")
             if not level.name.isidentifier() or level.name in ("none", "full"):
                 raise PlanError(
                     f"'{level.name}' cannot name a level; use a word such as node, rack or world."
@@ -50,11 +48,11 @@ class Topology:
         if len(set(names)) != len(names):
             raise PlanError(f"Level names must differ, got {', '.join(names)}.")
         if "world" in names[:-1]:
-            raise PlanError(f"Level 'world' of {self} is not the last; it names the whole grid.")
+            raise PlanError(f"Level 'world' of {self} must be the last; it names the whole grid.")
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Reads ``node=2,world=2``.
+        """Parse a text such as ``node=2,world=2``.
 
         >>> Topology.parse("node=2,world=3").world
         6
@@ -80,7 +78,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share a host: those up to the level that is called node, or of the innermost.
+        """Ranks that share a host: up to the level named node, otherwise the innermost level.
 
         >>> grids = ("world=4", "node=2,world=4", "socket=4,node=2,world=4", "island=4,node=2")
         >>> [Topology.parse(grid).ranks_per_node for grid in grids]
@@ -93,11 +91,11 @@ class Topology:
         return prod(level.size for level in self.levels[: inside + 1])
 
     def factor(self, spread: str) -> int:
-        """Number of parts that a spread cuts a state into.
+        """Number of shards into which a spread cuts a state.
 
-        ``none`` is a full replica; a level's name fills this level and all inside it;
+        ``none`` is a full replica; a level's name includes this level and all levels inside it;
         ``level:n`` stops inside the level after n of its members. ``node`` and ``world`` are
-        always understood: where no level has the name, the innermost level and the whole grid.
+        always understood: if no level has the name, as the innermost level and the whole grid.
 
         >>> grid = Topology.parse("node=8,world=16")
         >>> [grid.factor(s) for s in ("none", "node:4", "node", "world:2", "world")]
@@ -142,7 +140,7 @@ class Topology:
             for low, high in pairwise(cuts):
                 if high % low:
                     raise PlanError(
-                        f"Factors {low} and {high} do not divide each other inside level "
+                        f"Neither of the factors {low} and {high} divides the other inside level "
                         f"'{level.name}' of {self}."
                     )
                 steps.append(Step(level.name, high // low, low))
@@ -152,7 +150,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One hop's worth of the ladder: ``size`` ranks, ``stride`` apart, on the link of ``level``."""
+    """One hop of the ladder: ``size`` ranks, ``stride`` apart, on the links of ``level``."""
 
     level: str
     size: int
@@ -163,20 +161,20 @@ class Step:
         return rank // self.stride % self.size
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that meet ``rank`` on this hop, in order of their coordinate."""
+        """The ranks of ``rank``'s group on this hop, in order of their coordinate."""
         base = rank - self.coordinate(rank) * self.stride
         return tuple(base + i * self.stride for i in range(self.size))
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Steps of one state chain; see [Note: Ladder]. Rung k lies below the first k steps."""
+    """The steps of a chain of spreads; see [Note: Ladder]. Rung k lies below the first k steps."""
 
     steps: tuple[Step, ...]
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Number of parts on each rung, from 1 (full) to the number of ranks."""
+        """Number of shards on each rung, from 1 (full) to the number of ranks."""
         counts = [1]
         for step in self.steps:
             counts.append(counts[-1] * step.size)
@@ -184,24 +182,24 @@ class Ladder:
 
     @property
     def bottom(self) -> int:
-        """The finest rung: one part a rank."""
+        """The finest rung: one shard per rank."""
         return len(self.steps)
 
     def rung(self, factor: int) -> int:
-        """The rung that has ``factor`` parts."""
+        """The rung that has ``factor`` shards."""
         if factor not in self.parts:
-            raise PlanError(f"No rung of this ladder has {factor} parts; it has {self.parts}.")
+            raise PlanError(f"No rung of this ladder has {factor} shards; it has {self.parts}.")
         return self.parts.index(factor)
 
     def index(self, rank: int, rung: int) -> int:
-        """Which part of the rung a rank owns."""
+        """The index of a rank's shard on a rung."""
         index = 0
         for step in self.steps[:rung]:
             index = index * step.size + step.coordinate(rank)
         return index
 
     def interval(self, rank: int, rung: int, padded_numel: int) -> "Interval":
-        """The interval of a flat buffer of ``padded_numel`` elements that a rank owns on a rung."""
+        """A rank's shard on a rung, as an interval of a flat of ``padded_numel`` elements."""
         part = padded_numel // self.parts[rung]
         start = self.index(rank, rung) * part
         return Interval(start, start + part)
@@ -219,7 +217,7 @@ class Interval:
         return self.stop - self.start
 
     def intersect(self, other: "Interval") -> "Interval":
-        """What both have in common; empty intervals have ``numel`` 0.
+        """The elements in both intervals; empty intervals have ``numel`` 0.
 
         >>> Interval(0, 4).intersect(Interval(2, 9))
         Interval(start=2, stop=4)

@@ -1,6 +1,6 @@
-"""What happened when: spans on tracks, saved in the form that Chrome and Perfetto open.
+"""Traces of a step: spans on tracks, saved in the format of Chrome and Perfetto.
 
-One trace at a time is active in a process; without one a span costs a comparison.
+At most one trace is active in a process; without one a span costs a comparison.
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time."""
+    """Something on a track that took time."""
 
     track: str
     name: str
@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Amounts at a moment, which stay until the next."""
+    """Amounts from this moment until the next count."""
 
     name: str
     at_s: float
@@ -33,11 +33,11 @@ class Count:
 
 PREDICTED = "predicted"
 _PREDICTED_PID = 1_000_000
-"""Beyond all ranks, so that a prediction and what was measured can be one file."""
+"""Larger than any rank, so that a prediction and measured ranks can be put into one file."""
 
 
 class Trace:
-    """Spans of one process; any thread may add some."""
+    """Spans of one process; any thread may add to it."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -50,7 +50,7 @@ class Trace:
             self.spans.append(Span(track, name, begin_s, end_s))
 
     def switch(self, track: str, name: str | None) -> None:
-        """On a track where one thing ends when the next begins: ``name`` begins, or nothing."""
+        """End the current span of a track, and begin ``name``; None: begin nothing."""
         now = time.perf_counter()
         before = self._current.pop(track, None)
         if before is not None:
@@ -59,7 +59,7 @@ class Trace:
             self._current[track] = (name, now)
 
     def save(self, path: str | os.PathLike[str], *, rank: int = 0, predicted: bool = False) -> None:
-        """Writes Chrome's trace format; microseconds from the first span on."""
+        """Write Chrome's trace format; times are microseconds since the first span."""
         pid, process = (_PREDICTED_PID, PREDICTED) if predicted else (rank, f"rank {rank}")
         for track in list(self._current):
             self.switch(track, None)
@@ -100,7 +100,7 @@ def active() -> Trace | None:
 
 @contextmanager
 def recording(trace: Trace) -> Iterator[Trace]:
-    """Inside, spans of this process go to ``trace``."""
+    """Inside, spans of this process are added to ``trace``."""
     global _active
     before, _active = _active, trace
     try:
@@ -111,7 +111,7 @@ def recording(trace: Trace) -> Iterator[Trace]:
 
 @contextmanager
 def span(track: str, name: str) -> Iterator[None]:
-    """Something that takes time, if anybody records.
+    """Record what happens inside as a span, if a trace is active.
 
     >>> with recording(Trace()) as trace, span("disk", "read"):
     ...     pass

@@ -1,23 +1,24 @@
-"""Wire formats: how a hop's elements travel, and how many bytes that is.
+"""Wire formats: how the elements of a hop travel, and how many bytes that takes.
 
 A format is written as its kind, then options: ``int8``, ``int4/64``, ``int4/symmetric``,
-``int4/64/delta``, ``int4/feedback``. A state's wire names formats by level: ``int8`` everywhere,
-by level in ``node=int8,world=int4/64``, or both in ``int4,node=int8``; else elements travel raw.
+``int4/64/delta``, ``int4/feedback``. A state's wire is a format for every level (``int8``), formats
+by level (``node=int8,world=int4/64``), or both (``int4,node=int8``); without one elements travel
+raw.
 
 [Note: Rows]
-Elements of int8 and int4 travel in blocks. A block is one row of bytes: its codes, then what
-decodes them, so that any run of whole rows can be sent and decoded on its own. Row layout::
+Elements of int8 and int4 travel in blocks. A block is one row of bytes: its codes, then the scale
+and zero point, so that any run of whole rows can be sent and decoded on its own. Row layout::
 
-    int8           a byte an element     scale (bfloat16)   zero point (int16, min-max only)
-    int4           two elements a byte   scale (bfloat16)   zero point (int16, min-max only)
+    int8           a byte per element      scale (bfloat16)   zero point (int16, min-max only)
+    int4           two elements per byte   scale (bfloat16)   zero point (int16, min-max only)
 
-A ragged end is one shorter row, so nothing is padded but the last half byte of an odd int4 row.
-``wire/reference.py`` says how the bytes are computed.
+A ragged end is one shorter row, so nothing is padded except the last half byte of an odd int4 row.
+``wire/reference.py`` defines how the bytes are computed.
 
 [Note: Min-max or symmetric]
-Min-max is the default of both kinds. Relative RMS errors (``benchmarks/codecs.py``) on Gaussian
-values, on heavy tails as gradients have them (Student's t, 3 degrees of freedom), and on Gaussian
-values of deviation 0.02 around one, as weights of norms are::
+Min-max is the default of both kinds. Relative RMS errors (``benchmarks/codecs.py``) of Gaussian
+values, of heavy tails like those of gradients (Student's t, 3 degrees of freedom), and of Gaussian
+values with deviation 0.02 around one, like weights of norms::
 
                           bits     Gaussian   heavy tails   around one
     int8                  8.125    0.0065     0.014         0.00013
@@ -26,7 +27,7 @@ values of deviation 0.02 around one, as weights of norms are::
     int4/symmetric        4.125    0.118      0.203         0.054
     int4/64/symmetric     4.25     0.108      0.163         0.051
 
-So the two bytes of a zero point buy more than the same bytes spent on smaller blocks.
+So the two bytes of a zero point reduce errors more than smaller blocks of the same total size.
 """
 
 from dataclasses import dataclass
@@ -36,20 +37,20 @@ from functools import lru_cache
 from shardwise.core.errors import PlanError
 
 CODE_BITS = {"int8": 8, "int4": 4}
-"""Bits of one element's code, by the kinds that travel in blocks."""
+"""Bits per code, for the kinds that travel in blocks."""
 CAST_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one element, by the kinds that are casts."""
+"""Bytes per element, for the kinds that are casts."""
 CAST_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The torch names of the casts' dtypes."""
 KINDS = (*CAST_BYTES, *CODE_BITS)
 DEFAULT_BLOCK = {"int8": 256, "int4": 128}
 BLOCKS = tuple(1 << power for power in range(5, 13))
-"""Elements that a block may have: powers of two from 32 to 4096."""
+"""Legal numbers of elements of a block: powers of two from 32 to 4096."""
 SCALE_BYTES = 2
 ZERO_POINT_BYTES = 2
 FLAGS = ("minmax", "symmetric", "feedback", "delta")
 
-# The significant bits of floats, to tell whether a cast loses anything.
+# The significant bits of float dtypes, to find out whether a cast is lossy.
 _PRECISION = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _EXPONENT = {"float64": 11, "float32": 8, "float16": 5, "bfloat16": 8}
 
@@ -61,27 +62,27 @@ class Format:
     kind: str
     """``fp32``, ``bf16``, ``fp16`` (casts), ``int8`` or ``int4`` (blocks)."""
     block: int = 0
-    """Elements of one block; 0 takes the kind's default, and casts have none."""
+    """Elements per block; 0: the kind's default. Casts have no blocks."""
     minmax: bool = True
-    """Codes span a block's minimum to its maximum; False: they are symmetric about zero."""
+    """Codes range from a block's minimum to its maximum; False: they are symmetric about zero."""
     feedback: bool = False
-    """The sender adds what the last encoding lost to the next gradient."""
+    """The sender adds the error of the last encoding to the next gradient."""
     delta: bool = False
-    """A refresh sends the difference to the old weights."""
+    """A refresh sends the difference from the old weights."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise PlanError(f"'{self.kind}' is no wire format; {_nearest(self.kind, KINDS)}.")
+            raise PlanError(f"'{self.kind}' is not a wire format; {_nearest(self.kind, KINDS)}.")
         if not self.is_blocked:
             if self.block or not self.minmax:
                 raise PlanError(
                     f"Wire format {self.kind} is a cast and has no blocks, so neither a block size "
-                    "nor symmetric applies to it; use int8 or int4 for these."
+                    "nor symmetric applies to it; use int8 or int4 for those."
                 )
             if self.kind == "fp32" and (self.feedback or self.delta):
                 raise PlanError(
-                    "Wire format fp32 loses nothing that feedback or delta could mend; "
-                    "leave them away, or use bf16, int8 or int4."
+                    "Wire format fp32 loses nothing that feedback or delta could correct; "
+                    "omit them, or use bf16, int8 or int4."
                 )
             return
         if not self.block:
@@ -95,14 +96,14 @@ class Format:
 
     @classmethod
     def parse(cls, text: str) -> "Format":
-        """Reads a kind and its options.
+        """Parse a kind and its options.
 
         >>> Format.parse("int4/64/delta")
         Format(kind='int4', block=64, minmax=True, feedback=False, delta=True)
         """
         kind, *options = (item.strip() for item in text.split("/"))
         if kind not in KINDS:
-            raise PlanError(f"'{kind}' in '{text}' is no wire format; {_nearest(kind, KINDS)}.")
+            raise PlanError(f"'{kind}' in '{text}' is not a wire format; {_nearest(kind, KINDS)}.")
         names = ["block" if option.isdecimal() else option for option in options]
         for name in names:
             if name != "block" and name not in FLAGS:
@@ -112,7 +113,7 @@ class Format:
                 )
         if len(set(names)) != len(names) or {"minmax", "symmetric"} <= set(names):
             raise PlanError(
-                f"Wire format '{text}' sets one thing twice; write for example int4/64/symmetric."
+                f"Wire format '{text}' sets an option twice; write for example int4/64/symmetric."
             )
         block = next((int(option) for option in options if option.isdecimal()), 0)
         if block == 0 and "block" in names:
@@ -122,7 +123,7 @@ class Format:
             )
         if kind not in CODE_BITS and "minmax" in names:
             raise PlanError(
-                f"Wire format '{text}' is a cast, which has no minimum and maximum; write {kind}."
+                f"Wire format '{text}' is a cast, so minmax does not apply to it; write {kind}."
             )
         return cls(kind, block, "symmetric" not in names, "feedback" in names, "delta" in names)
 
@@ -137,12 +138,12 @@ class Format:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether elements travel as codes in blocks, not as a cast."""
+        """Whether elements travel as codes in blocks, not as casts."""
         return self.kind in CODE_BITS
 
     @property
     def bits(self) -> float:
-        """Bits that an element of a long buffer takes, scales included."""
+        """Bits per element in a long buffer, including scales and zero points."""
         if self.is_blocked:
             return 8 * row_bytes(self, self.block) / self.block
         return 8 * CAST_BYTES[self.kind]
@@ -161,7 +162,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The formats of a state's hops: one for every level, and others for levels that are named."""
+    """The formats of a state's hops: one for all levels, and others for named levels."""
 
     everywhere: Format | None = None
     by_level: tuple[tuple[str, Format], ...] = ()
@@ -178,9 +179,9 @@ class Wire:
             raise PlanError(f"Wire '{self}' names a level twice.")
 
     @classmethod
-    @lru_cache(maxsize=256)  # plans are priced by the thousand, and have few wires
+    @lru_cache(maxsize=256)  # thousands of plans are priced, with few different wires
     def parse(cls, text: str) -> "Wire":
-        """Reads ``int8`` (all levels), ``node=int8,world=int4/64``, both, or nothing (raw).
+        """Parse ``int8`` (all levels), ``node=int8,world=int4/64``, both, or nothing (raw).
 
         >>> str(Wire.parse("int8, world=int4/64").at("world"))
         'int4/64'
@@ -218,9 +219,9 @@ class Wire:
         return (self.everywhere, *named) if self.everywhere else named
 
     def at(self, level: str, *, innermost: bool = False) -> Format | None:
-        """The format on a level's hops; None is raw, the buffer's own dtype.
+        """The format on the hops of a level; None: raw, in the buffer's own dtype.
 
-        ``node`` means the innermost level where that has another name, as it does in a spread.
+        As in a spread, ``node`` means the innermost level if no level has that name.
 
         >>> str(Wire.parse("int4,node=int8").at("island", innermost=True))
         'int8'
@@ -235,7 +236,7 @@ class Wire:
 
 
 def row_bytes(spec: Format, numel: int) -> int:
-    """Bytes of one row with ``numel`` elements; see [Note: Rows].
+    """Bytes of a row with ``numel`` elements; see [Note: Rows].
 
     >>> row_bytes(Format("int8"), 256), row_bytes(Format("int4"), 128)
     (260, 68)
@@ -257,6 +258,6 @@ def wire_bytes(spec: Format, numel: int) -> int:
 
 
 def _nearest(name: str, choices: tuple[str, ...]) -> str:
-    """What to write instead of a wrong name."""
+    """A hint with the right spelling of a wrong name."""
     near = get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"the nearest is {near[0]}" if near else f"use one of {', '.join(choices)}"

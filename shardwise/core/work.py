@@ -1,34 +1,34 @@
-"""What a model's passes compute and save, unit by unit: the planner's view of a batch."""
+"""What forward and backward of a model compute and save, by unit, as the planner sees it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 IN_FLIGHT = 2
-"""At most this many inputs of units are in buffers on their way to a tier; the last ones stay there
-until backward takes them."""
+"""At most this many inputs of units are in buffers on their way to a tier. The last ones stay in
+these buffers until backward uses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Bytes that backward needs of a forward; every storage counts once in each figure."""
+    """Bytes of a forward that backward needs; every storage counts once in each figure."""
 
     total: int
     """All that autograd saves when nothing is recomputed."""
     root: int
-    """What it saves outside the calls of units: embeddings, the head, the loss."""
+    """What autograd saves outside the calls of units: embeddings, the head, the loss."""
     checkpoints: int
-    """The inputs of units' calls, which these are recomputed from, unless in ``root``."""
+    """The inputs from which units are recomputed, except those that are in ``root``."""
     small: int
-    """Those of the checkpoints that never leave memory."""
+    """The checkpoints that are too small to leave memory."""
     largest_unit: int
-    """What one call of a unit saves beside its inputs: the largest of them."""
+    """What a call of a unit saves besides its inputs; the largest of all units."""
     largest_input: int
-    """The inputs of one call that rest on a tier: the largest of them."""
+    """The inputs of a call that rest on a tier; the largest of all units."""
 
     def held(self, activations: str) -> int:
-        """What is in memory at most, at the beginning of a unit's backward, under a setting.
+        """The most that is in memory, at the beginning of a unit's backward, with a setting.
 
-        From a tier come the inputs of one unit, beside those in buffers.
+        With a tier these are the inputs of one unit and those in buffers.
 
         >>> sizes = dict(root=10, checkpoints=40, small=4, largest_unit=30, largest_input=9)
         >>> saved = Saved(total=200, **sizes)
@@ -44,25 +44,26 @@ class Saved:
 
     @property
     def movable(self) -> int:
-        """What rests on a tier if activations do."""
+        """The bytes that rest on a tier if activations do."""
         return self.checkpoints - self.small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One micro-batch of one rank."""
+    """The work of one micro-batch on one rank."""
 
     tokens: int
     dtype: str
-    """In which it is computed."""
+    """The dtype of compute."""
     forward_flops: Mapping[str, float]
     """Operations of the matrix products of each unit's forward, by the unit's name without tiles.
-    What the root's modules compute (a tied head, say) is the root's. Backward has twice as many."""
+    What modules of the root compute (such as a tied head) counts as the root's. Backward has twice
+    as many."""
     saved: Saved
 
     @property
     def flops(self) -> float:
-        """Of forward and backward, nothing recomputed."""
+        """Operations of forward and backward, without recomputation."""
         return 3 * sum(self.forward_flops.values())
 
     @property

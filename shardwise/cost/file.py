@@ -1,4 +1,4 @@
-"""Clusters as TOML files: read strictly, written by ``shardwise probe``, kept in the catalogue.
+"""Clusters as TOML files, as in the catalogue and from ``shardwise probe``; every key is checked.
 
 A speed is either a rate with its source, or a measured curve: a list of [amount, seconds].
 """
@@ -21,8 +21,8 @@ from shardwise.core.sizes import parse_bytes
 from shardwise.core.wire import CAST_BYTES, CODE_BITS
 
 UPDATE_BYTES = 28
-"""What AdamW moves in memory for an element: master, two moments and gradient read (16), the first
-three written (12). The copy in the compute dtype has a price of its own."""
+"""Bytes that AdamW moves in memory per element: it reads the master, two moments and the gradient
+(16) and writes the first three (12). The copy in the compute dtype is priced separately."""
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -30,7 +30,7 @@ Points = list[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]
 
 
 class _Table(BaseModel):
-    """No unknown keys; whole numbers may stand for floats."""
+    """Base of every table: unknown keys are errors, whole numbers may stand for floats."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,7 +55,7 @@ class DeviceTable(_Table):
     kind: Literal["cuda", "cpu"]
     memory: int | str
     flops: dict[str, Rate] = {}
-    """By dtype: operations a second that a transformer's passes reach without communication."""
+    """By dtype: operations per second that a transformer reaches without communication."""
     memory_bandwidth: Rate | None = None
     forward: dict[str, Points] = {}
     backward: dict[str, Points] = {}
@@ -73,7 +73,7 @@ class HostTable(_Table):
     memory: int | str
     bandwidth: Rate
     update_rate: Rate | None = None
-    """Elements a second of one rank's AdamW there."""
+    """Elements per second that one rank's AdamW updates there."""
     update: Points | None = None
     source: str = ""
 
@@ -99,7 +99,7 @@ class ClusterTable(_Table):
 
 
 _POINT = re.compile(r"\[\s+([^\s,\[\]]+),\s+([^\s,\[\]]+),\s+\]")
-"""A pair of numbers as tomli_w writes it, on four lines; people read curves point by point."""
+"""A pair of numbers as tomli_w writes it, on four lines; we write one point of a curve per line."""
 
 
 def catalogue() -> dict[str, Path]:
@@ -109,7 +109,7 @@ def catalogue() -> dict[str, Path]:
 
 
 def load_cluster(source: Cluster | str | os.PathLike[str]) -> Cluster:
-    """A cluster from itself, from a name in the catalogue, or from the path of a .toml file."""
+    """A cluster by its name in the catalogue or the path of a .toml file; a Cluster as it is."""
     if isinstance(source, Cluster):
         return source
     known = catalogue()
@@ -127,14 +127,14 @@ def load_cluster(source: Cluster | str | os.PathLike[str]) -> Cluster:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ClusterError(
-            f"Cluster file {path} cannot be read ({reason}); write one with shardwise probe -o, "
+            f"Cluster file {path} cannot be read ({reason}); make one with shardwise probe -o, "
             f"or use one of {', '.join(known)}."
         ) from None
     return parse_cluster(text, origin=str(path))
 
 
 def parse_cluster(text: str, *, origin: str = "cluster.toml") -> Cluster:
-    """A cluster from the text of a file; ``origin`` is what errors call the file."""
+    """A cluster from the text of a file; ``origin`` is the file's name in errors."""
     try:
         table = ClusterTable.model_validate(tomllib.loads(text))
         return _cluster(table)
@@ -151,7 +151,7 @@ def parse_cluster(text: str, *, origin: str = "cluster.toml") -> Cluster:
 
 
 def dump_cluster(cluster: Cluster) -> str:
-    """A cluster as TOML, with every curve as its points."""
+    """A cluster as TOML, with every curve as a list of points."""
     table = _plain(cluster)
     for name, key in (("device", "memory"), ("host", "memory"), ("disk", "size")):
         if name in table:
@@ -214,14 +214,14 @@ def _cluster(table: ClusterTable) -> Cluster:
 def _busy(level: LevelTable) -> float:
     if level.busy is None and level.size > 1:
         raise ClusterError(
-            f"level '{level.name}' does not say how busy its transfers keep what computes; add "
-            "busy, between 0 (not at all) and 1."
+            f"level '{level.name}' does not tell how busy its transfers keep the compute device; "
+            "add busy, between 0 (not at all) and 1."
         )
     return level.busy or 0.0
 
 
 def _device(table: DeviceTable) -> Device:
-    """Curves where there are some; else from rates: what moves bytes takes memory's bandwidth."""
+    """A device from its measured curves, or from rates: copies run at the memory's bandwidth."""
     rates = {dtype: Curve.of_rate(rate) for dtype, rate in table.flops.items()}
     memory = table.memory_bandwidth
     update, copies = _curve(table.update), _curve(table.copies)
@@ -257,7 +257,7 @@ def _device(table: DeviceTable) -> Device:
 
 
 def _wire_sizes() -> dict[str, float]:
-    """Bytes of one element by kind of wire format, scales aside."""
+    """Bytes per element by kind of wire format, without scales."""
     blocked = {kind: bits / 8 for kind, bits in CODE_BITS.items()}
     return {**{kind: float(size) for kind, size in CAST_BYTES.items()}, **blocked}
 

@@ -1,4 +1,4 @@
-"""How many bytes of activations a forward leaves for backward, without running it."""
+"""How many bytes of activations a forward saves for backward, without running it."""
 
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ def saved_bytes(
     plan: Plan | None = None,
     topology: Topology | None = None,
 ) -> Saved:
-    """What autograd saves in ``run(model)``, added up; see ``forward_of``."""
+    """Bytes that autograd saves in ``run(model)``; see ``forward_of``."""
     return forward_of(build, run, plan or Plan(), topology).saved
 
 
@@ -37,10 +37,10 @@ def forward_of(
     plan: Plan,
     topology: Topology | None = None,
 ) -> Forward:
-    """What autograd saves in ``run(model)``, parameters and buffers aside; units are the plan's.
+    """What autograd saves in ``run(model)`` without parameters and buffers, by the plan's units.
 
-    With a topology, its layers are in the plan's tiles. Both callables run on fake tensors: shapes,
-    dtypes and the choice of kernels are real, memory is not touched.
+    With a topology, layers are cut into the plan's tiles. Both callables run on fake tensors:
+    shapes, dtypes and the choice of kernels are real, no memory is used.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as installed:
         model = build()
@@ -61,7 +61,7 @@ def forward_of(
 
 
 def _tile(unit: Members) -> bool:
-    """Whether a unit is a tile, whose layer computes in tiles from now on."""
+    """If a unit is a tile, make its layer compute in tiles; returns whether it is one."""
     if unit.whole is None:
         return False
     for layer in unit.whole.users:
@@ -70,7 +70,7 @@ def _tile(unit: Members) -> bool:
 
 
 class _Seen:
-    """What was given and saved in a forward, and where; told by storages in order of appearance."""
+    """Inputs and saved tensors of a forward; storages are identified by order of appearance."""
 
     def __init__(self, own: set[int]) -> None:
         self._own = own
@@ -83,7 +83,7 @@ class _Seen:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth == 1:  # units inside of it are recomputed with it
+        if self._depth == 1:  # units inside it are recomputed with it
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             inputs: dict[Hashable, Input] = {
                 self._key(t): Input(t.nbytes, _storage_bytes(t))

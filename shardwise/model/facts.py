@@ -1,10 +1,10 @@
-"""The facts of any ``nn.Module``, told without its memory: see ``plans/facts.py``.
+"""The facts of any ``nn.Module``, computed without its memory: see ``plans/facts.py``.
 
 [Note: Batches by extrapolation]
-What a forward computes and saves grows evenly with the batch, storage by storage. So two runs on
-fake tensors, of two and three sequences, tell all larger batches. One sequence is a case for
-itself: there, what would be a copy is often a view. Where the two runs do not match, the batch
-itself is run.
+What a forward computes and saves grows linearly with the batch, storage by storage. So two runs on
+fake tensors, with two and three sequences, give the figures of all larger batches. One sequence is
+a special case, in which many copies are views. If the two runs do not match, the batch itself is
+run.
 """
 
 import copy
@@ -37,7 +37,7 @@ _UNEVEN = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
 )
-"""What fake tensors raise where shapes depend on values."""
+"""Errors of fake tensors when shapes depend on values."""
 
 
 def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
@@ -46,7 +46,7 @@ def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Experts: every row meets one of the matrices."""
+    """Experts: every row is multiplied with one of the matrices."""
     return 2 * a.numel() * b[-1]
 
 
@@ -54,17 +54,17 @@ _FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._grouped_mm: _grouped_flops,
 }
-"""What torch's own counter leaves out."""
+"""Operators that torch's own counter omits."""
 
 
 def language_model(model: nn.Module, micro_batch: int, seq: int) -> Any:
-    """A forward of what takes (input_ids, labels)."""
+    """A forward of a model that takes (input_ids, labels)."""
     tokens = torch.zeros(micro_batch, seq, dtype=torch.int64)
     return model(tokens, labels=tokens)
 
 
 class ModuleFacts:
-    """The facts of the module that ``build`` makes; it is made on no device, and never computes."""
+    """The facts of the module that ``build`` makes, on fake tensors that never compute."""
 
     def __init__(
         self, build: Callable[[], nn.Module], run: Run | None = None, name: str = "the model"
@@ -125,22 +125,22 @@ class ModuleFacts:
                 raise
             except _UNEVEN:
                 raise PlanError(
-                    f"What {self.name} computes depends on its values (experts that tokens choose, "
-                    "say), so that it cannot be told without running it; plan with a dense model "
-                    "of about the same size, such as gpt:layers=24,width=2048,heads=16."
+                    f"What {self.name} computes depends on its values (for example experts that "
+                    "tokens choose), so it is not known without running it; plan with a dense "
+                    "model of about the same size, such as gpt:layers=24,width=2048,heads=16."
                 ) from None
             except Exception as error:
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise PlanError(
-                    f"A forward of {self.name} on {size} sequences of {seq} tokens cannot be told "
-                    f"without running it ({reason}); say how it is run (run=), choose other sizes "
+                    f"A forward of {self.name} on {size} sequences of {seq} tokens failed on fake "
+                    f"tensors ({reason}); pass run= to say how to run it, choose other sizes "
                     "or another compute dtype, or plan with a similar built-in model."
                 ) from error
         return self._measured[key]
 
 
 def main_dtype(model: nn.Module) -> str:
-    """The float dtype that most of a model's elements have: what it computes in, on its own."""
+    """The float dtype of most of a model's elements, in which it computes by itself."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -150,10 +150,10 @@ def main_dtype(model: nn.Module) -> str:
 
 
 def facts_of_module(model: nn.Module, run: Run | None = None) -> ModuleFacts:
-    """The facts of a module that is there; it stays as it is."""
+    """The facts of an existing module, which is not changed."""
 
     def build() -> nn.Module:
-        """The same module again, but with tensors that have no values yet."""
+        """A copy of the module with tensors that have no values."""
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             empty = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -167,7 +167,7 @@ def facts_of_module(model: nn.Module, run: Run | None = None) -> ModuleFacts:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """One forward: operations by unit, and what it saves."""
+    """A forward: operations by unit, and what it saves."""
 
     flops: Mapping[str, float]
     forward: Forward
@@ -179,7 +179,7 @@ class _Measured:
         return tuple(self.forward.root), calls
 
     def towards(self, other: "_Measured", steps: int) -> "_Measured":
-        """As many steps further as the other is one."""
+        """Extrapolate by ``steps`` times the difference to ``other``."""
 
         def further(here: Any, there: Any) -> Any:
             return here + steps * (there - here)
@@ -214,7 +214,7 @@ def _measure(
         with meter.watching(model, plan):
             return run(model)
 
-    # In tiles nothing is counted: it is the same, and the counter's hooks would read the logits.
+    # Operations are counted without tiles: they are equal, and the counter would read the logits.
     with _quietly():
         forward = forward_of(built, metered if topology is None else run, plan, topology)
     return _Measured(meter.flops, forward)
@@ -222,7 +222,7 @@ def _measure(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Fake tensors log a stack trace before they raise what becomes an error of one sentence."""
+    """Silence fake tensors, which log a stack trace before they raise."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -232,7 +232,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only, as the runtime does; buffers stay as they are."""
+    """Convert parameters only, as the runtime does; buffers stay as they are."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -248,7 +248,7 @@ class _Meter:
         self._seen = 0
 
     def watching(self, model: nn.Module, plan: Plan) -> ExitStack:
-        """While it is open, what the model computes counts."""
+        """While it is open, operations of the model are counted."""
         stack = ExitStack()
         for unit in find_members(model, plan):
             self.flops[unit.name] = 0.0

@@ -1,7 +1,7 @@
-"""A small GPT in plain PyTorch: what the trainer trains by default, and whose blocks probes time.
+"""A small GPT in plain PyTorch: the trainer's default model, whose blocks are also timed by probes.
 
-Pre-norm blocks, causal scaled-dot-product attention, learned positions, tied embeddings. It knows
-nothing of shardwise: every strategy is applied from outside.
+Pre-norm blocks, causal scaled-dot-product attention, learned positions, tied embeddings. It does
+not depend on shardwise: every strategy is applied from outside.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BYTE_VOCAB = 256
-"""One token a byte: text needs no tokenizer."""
+"""One token per byte: text needs no tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ SIZES: dict[str, GPTConfig] = {
     "gpt-large": GPTConfig(num_layers=36, width=1280, num_heads=20),  # 710M
     "gpt-xl": GPTConfig(num_layers=48, width=1600, num_heads=25),  # 1.5B
 }
-"""Built-in sizes by name, from a test's to GPT-2 XL's."""
+"""Built-in sizes by name, from one for tests to that of GPT-2 XL."""
 
 
 def sized(name: str, **changes: int | None) -> GPTConfig:
@@ -53,7 +53,7 @@ def sized(name: str, **changes: int | None) -> GPTConfig:
 
 
 class CausalLMOutput(NamedTuple):
-    """What the model returns; `loss` is None when no labels were given."""
+    """What the model returns; `loss` is None without labels."""
 
     loss: Tensor | None
     logits: Tensor
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers, with four times the width between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02), smaller where a block writes to the stream."""
+        """GPT-2's initialisation: N(0, 0.02), smaller where a layer adds to the residual."""
         writes = ("attention.proj.weight", "mlp.down.weight")
         for name, parameter in self.named_parameters():
             if name.endswith(writes):
@@ -134,7 +134,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
-        """Logits, and the mean loss of predicting `labels[:, 1:]`: the shift happens here."""
+        """Logits, and the mean loss of predicting `labels[:, 1:]`; the shift is done here."""
         seq = input_ids.shape[1]
         if seq > self.config.context:
             raise ValueError(f"a sequence of {seq} exceeds the context of {self.config.context}")
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         if labels is None:
             return CausalLMOutput(None, logits)
-        # At least float32: a bfloat16 loss has three digits, fewer than training is compared by.
+        # At least float32: a bfloat16 loss has three digits, too few to compare training runs.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss, logits)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.model.tiling import Whole
 
 ROOT = "root"
-"""Name of the unit that has everything that no other unit has."""
+"""Name of the unit of all parameters that are in no other unit."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -28,16 +28,16 @@ class Members:
     module: nn.Module
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     whole: "Whole | None" = None
-    """Of a tile: what it was cut from."""
+    """For a tile: the parameter that it was cut from."""
     inside: bool = False
-    """Of a tile: whether its layer is in a unit other than the root."""
+    """For a tile: whether its layer is in a unit other than the root."""
 
 
 def find_members(model: nn.Module, plan: Plan) -> list[Members]:
     """The units of a model, root first, then in the order of the module tree.
 
-    A parameter that several units' modules use belongs to the root, whose parameters are gathered
-    for a whole pass.
+    A parameter that modules of several units use belongs to the root, whose parameters stay
+    gathered for a whole forward and backward.
     """
     chosen = _named_units(model, plan.units) if plan.units else _found_units(model, plan)
     members = {id(model): Members(ROOT, model)}
@@ -86,7 +86,7 @@ def _named_units(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str,
 
 
 def _found_units(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    """Repeated blocks, outermost first, and leaf modules as heavy as a good part of one."""
+    """Repeated blocks, outermost first, and leaf modules as heavy as a good part of a block."""
     blocks: dict[int, tuple[str, nn.Module]] = {}
     _find_blocks(model, "", plan.min_unit_numel, blocks)
     heaviest = max((_numel(module) for _, module in blocks.values()), default=0)
@@ -128,9 +128,9 @@ def _is_block(module: nn.Module, siblings: int, min_numel: int) -> bool:
 
 
 def _is_stage(module: nn.Module, min_numel: int) -> bool:
-    """A stage is mostly a list of alike blocks (Swin, ConvNeXt, U-Nets): those are the units.
+    """Whether a module is mostly a list of alike blocks (Swin, ConvNeXt, U-Nets), which are units.
 
-    Not so a block with a list of experts, which are used in another order on every rank.
+    A block with a list of experts is not a stage: each rank uses experts in a different order.
     """
     lists = [module] + [c for n, c in module.named_children() if "expert" not in n]
     for blocks in (found for found in lists if isinstance(found, _CONTAINERS)):

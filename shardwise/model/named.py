@@ -1,6 +1,6 @@
-"""Models by name: the facts of any, and modules of the transformers library.
+"""Models by name: the facts of any model, and modules of the transformers library.
 
-Imports no torch before it is needed: what has formulas is planned for without.
+Imports torch only when needed: models with formulas are planned without it.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ TRANSFORMERS_PREFIX = "transformers:"
 
 
 def facts_of(name: str) -> Facts:
-    """Of ``gpt-mini``, ``llama3-8b``, ``gpt:layers=..``, ``transformers:gpt2`` or a config.json."""
+    """The facts of ``gpt-mini``, ``gpt:layers=..``, ``transformers:gpt2`` or a config.json."""
     if is_builtin(name) or not is_of_transformers(name):
-        return builtin(name)  # which says what there is, if it is none of these
+        return builtin(name)  # raises with all names if it is none of them
     import torch
 
     from shardwise.model.facts import ModuleFacts
@@ -31,13 +31,13 @@ def facts_of(name: str) -> Facts:
 
 
 def is_of_transformers(name: str) -> bool:
-    """Whether a name means a model of transformers: by its type, or the path of its config."""
+    """Whether a name is a model of transformers: a type, or the path of a config."""
     is_path = "/" in name or name.endswith(".json") or Path(name).exists()
     return is_path or name.startswith(TRANSFORMERS_PREFIX)
 
 
 def build_transformers(name: str, dtype: "torch.dtype", *, dropout: bool = True) -> "nn.Module":
-    """A causal language model with random weights; ``dropout=False`` switches every one off."""
+    """A causal language model with random weights; ``dropout=False`` switches all dropout off."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -62,7 +62,7 @@ def _config(name: str) -> "PretrainedConfig":
         try:
             return AutoConfig.for_model(model_type)
         except ValueError:
-            raise PlanError(f"transformers knows no model type {model_type!r}") from None
+            raise PlanError(f"transformers has no model type {model_type!r}") from None
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -70,7 +70,7 @@ def _config(name: str) -> "PretrainedConfig":
     try:
         return cast("PretrainedConfig", AutoConfig.from_pretrained(file))
     except (OSError, ValueError) as error:
-        raise PlanError(f"model {name!r}: {file} is no config: {_first_line(error)}") from None
+        raise PlanError(f"model {name!r}: {file} is not a config: {_first_line(error)}") from None
 
 
 def _switch_dropout_off(config: "PretrainedConfig") -> None:

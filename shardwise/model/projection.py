@@ -1,12 +1,12 @@
-"""The output of a tiled layer that nobody has read yet, and its cross entropy tile by tile.
+"""Outputs of tiled layers that have not been read yet, and their cross entropy tile by tile.
 
 [Note: Unread projections]
-A language model's logits are often its largest activation, and all that training makes of them is
-a loss. So in training a tiled projection outside all blocks returns a tensor that knows its shape
-and dtype, but has no values. What models do before the loss, changing leading dimensions and the
-dtype, is done to the projection's input instead. ``F.cross_entropy`` then takes the tiles one after
-another: each leaves two numbers a row, and is computed once more in backward. Anything else that
-reads such a tensor gets its values, with their gradients, by computing it as a whole.
+A language model's logits are often its largest activation, and training only computes a loss from
+them. So in training a tiled projection outside all blocks returns a tensor with a shape and a
+dtype, but without values. What models do before the loss (change leading dimensions and the dtype)
+is done to the projection's input instead. ``F.cross_entropy`` then computes one tile after another:
+each yields a few numbers per row, and is computed again in backward. Any other operation that reads
+such a tensor gets its values, with gradients, by computing the whole projection.
 """
 
 import math
@@ -37,19 +37,19 @@ _CASTS = {
 
 @dataclass(frozen=True)
 class Projected:
-    """What is projected, and how."""
+    """A projection that has not been computed: its input, its weight, and how."""
 
     tiles: list[Tile]
     x: Tensor
     version: int
-    """How often ``x`` had been written to when the layer was called."""
+    """The version of ``x`` when the layer was called; every write to it increases it."""
     bias: nn.Parameter | None
     around: Callable[[], AbstractContextManager[None]]
     """Entered while tiles are computed."""
     autocast: torch.dtype | None
-    """What autocast computes it in, where it was on when the layer was called."""
+    """The dtype of autocast, if it was on when the layer was called."""
     casts: tuple[torch.dtype, ...] = ()
-    """What the output is converted to, one after the other."""
+    """Dtypes to which the output is converted, one after the other."""
 
     @property
     def shape(self) -> torch.Size:
@@ -65,28 +65,28 @@ class Projected:
         return any(t is not None and t.requires_grad for t in tensors)
 
     def compute(self) -> Tensor:
-        """All of it."""
+        """Compute the whole output."""
         with self.as_called():
             return _cast(linear(self.tiles, self.x, self.bias), self.casts)
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
-        """Tiles can be computed, with autocast as it was when the layer was called."""
+        """Inside, tiles can be computed, with autocast as it was when the layer was called."""
         self.check()
         on = self.autocast is not None
         with torch.autocast(self.x.device.type, dtype=self.autocast, enabled=on), self.around():
             yield
 
     def check(self) -> None:
-        """Raises if the input is not any more what the layer was called with."""
+        """Raise if the input was changed since the layer was called."""
         if self.x._version != self.version:
             raise UsageError(
-                "The input of a tiled projection was changed in place before its logits were "
-                "used, which are computed with their loss; set tiling.loss = false in the plan."
+                "The input of a tiled projection was changed in place before its logits, which "
+                "are computed with their loss, were used; set tiling.loss = false in the plan."
             )
 
     def of(self, x: Tensor) -> "Projected":
-        """The same of another view of the input."""
+        """The same projection of another view of the input."""
         self.check()
         return replace(self, x=x, version=x._version)
 
@@ -98,7 +98,7 @@ def _cast(value: Tensor, casts: tuple[torch.dtype, ...]) -> Tensor:
 
 
 class _Unread(torch.autograd.Function):
-    """Gives an unread projection a place in the graph that no gradient may ever reach."""
+    """Puts an unread projection into the graph, where no gradient may ever reach it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, projected: Projected) -> Tensor:
@@ -108,8 +108,8 @@ class _Unread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise UsageError(
-            "The logits of a tiled projection went into an operation that torch does not let us "
-            "see (a custom autograd function?), so they were never computed; set "
+            "The logits of a tiled projection were used by an operation that shardwise cannot "
+            "intercept (a custom autograd function?), so they were never computed; set "
             "tiling.loss = false in the plan."
         )
 
@@ -129,7 +129,7 @@ class Unread(torch.Tensor):
         bias: nn.Parameter | None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "Unread":
-        """What a layer returns in place of its output."""
+        """The tensor that a layer returns instead of its output."""
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if on else None
@@ -137,7 +137,7 @@ class Unread(torch.Tensor):
 
     @staticmethod
     def of(projected: Projected) -> "Unread":
-        # One number is real even where all others are fake, which cannot be of another class.
+        # One real number, even under fake tensors, because those cannot be of another class.
         with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
             anchor = torch.zeros((), requires_grad=projected.requires_grad)
             unread = _unread(anchor, projected).as_subclass(Unread)
@@ -163,21 +163,21 @@ class Unread(torch.Tensor):
 
 
 def _refuse_changes(name: str) -> None:
-    """Nothing can be written to values that do not exist, nor can a hook wait for their gradient.
+    """Refuse writes to values that do not exist, and hooks on their gradient.
 
-    To compute them now and change those would leave other views of the same logits as they were.
+    Computing and changing the values now would not change other views of the same logits.
     """
     in_place = name.endswith("_") and not name.endswith("__")
     in_place |= name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
     if in_place or name in ("__setitem__", "__set__", "register_hook", "retain_grad"):
         raise UsageError(
-            f"'{name}' on the logits of a tiled projection, which are computed tile by tile with "
-            "their loss, would be lost; set tiling.loss = false in the plan."
+            f"'{name}' on the logits of a tiled projection would have no effect, because they are "
+            "computed tile by tile with their loss; set tiling.loss = false in the plan."
         )
 
 
 def read(values: Any) -> Any:
-    """Nested values with every unread projection in them computed; the same object without one."""
+    """Nested values with every unread projection in them computed; without one, the same object."""
 
     def computed(value: Any) -> Any:
         return value.projected.compute() if isinstance(value, Unread) else value
@@ -193,7 +193,7 @@ def in_tiles(
     input: Tensor,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """What a layer makes of its input with a weight in tiles."""
+    """The output of a layer whose weight is cut into tiles."""
     input = read(input)
     if isinstance(layer, nn.Embedding):
         return embedding(whole.tiles, input, layer.padding_idx)
@@ -208,7 +208,7 @@ def in_tiles(
 
 
 def _reshaped(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: Any) -> Unread | None:
-    """Other leading dimensions: rows keep their order, so the input's can change alike."""
+    """Change leading dimensions: rows keep their order, so the input is reshaped instead."""
     projected = unread.projected
     like = func(torch.empty(projected.shape, device="meta"), *args, **kwargs).shape
     if like[-1:] != projected.shape[-1:]:
@@ -217,7 +217,7 @@ def _reshaped(func: Callable[..., Any], unread: Unread, *args: Any, **kwargs: An
 
 
 def _indexed(func: Callable[..., Any], unread: Unread, index: Any) -> Unread | None:
-    """Some of the rows; whatever cuts the last dimension reads."""
+    """Select rows; None if the index cuts the last dimension, so that values must be read."""
     projected = unread.projected
     items = index if isinstance(index, tuple) else (index,)
     if not all(type(item) in (int, slice, type(...)) for item in items):
@@ -262,7 +262,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """``F.cross_entropy`` of rows with class indices; of anything else the logits are read."""
+    """``F.cross_entropy`` of rows with class indices; in all other cases the logits are read."""
     projected = unread.projected
     usual = weight is None and size_average is None and reduce is None
     rows = projected.x.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
@@ -301,9 +301,10 @@ def _row_losses(projected: Projected, target: Tensor, smoothing: float) -> Tenso
 
 
 class _Summary(torch.autograd.Function):
-    """What a cross entropy needs of one tile's logits: three numbers a row.
+    """What the cross entropy needs from one tile's logits: three numbers per row.
 
-    The logits themselves are computed again in backward: they would be as large as all others.
+    The logits are computed again in backward: saving them for all tiles would take the memory that
+    tiles save.
     """
 
     @staticmethod
@@ -330,7 +331,7 @@ class _Summary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_normaliser: Tensor, by_target: Tensor, by_sum: Tensor | None) -> Any:
         weight, x, bias, inside, own, normaliser = ctx.saved_tensors
-        # As autocast computed it, if that was on: in backward it is not.
+        # In autocast's dtype, if it was on in forward: it is off in backward.
         cast_x, cast_weight = x.to(ctx.dtype), weight.to(ctx.dtype)
         cast_bias = None if bias is None else bias.to(ctx.dtype)
         grad = _cast(F.linear(cast_x, cast_weight, cast_bias), ctx.casts)

@@ -1,13 +1,13 @@
-"""Layers that are computed in tiles, so that no rank ever gathers them whole.
+"""Layers that are computed in tiles, so that no rank ever gathers a whole layer.
 
 [Note: Tiles]
-A tile is some rows of a weight, with a module and a unit of its own. The layer's forward calls the
-tiles one after another, so that hooks gather, free and reduce each in turn, ahead of their use, as
-they do with any other unit. The user's parameter stays where it is, with its name and shape: it
-stands for the tiles' rows (``runtime/surface/face.py``).
+A tile is some rows of a weight, with its own module and unit. The layer's forward calls the tiles
+one after another, so hooks gather, free and reduce each in turn, ahead of its use, as with any
+other unit. The user's parameter stays where it is, with its name and shape, and stands for the rows
+of all tiles (``runtime/surface/face.py``).
 
-Rows serve both kinds of layers: those of a linear layer are outputs, which are laid side by side;
-those of an embedding are entries, of which a tile looks up its own.
+Rows suit both kinds of layers: rows of a linear layer are outputs, which are concatenated; rows of
+an embedding are entries, and each tile looks up its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from shardwise.plans.tiles import cuts, may_cut, tile_rows
 
 
 class Tile(nn.Module):
-    """Some rows of a weight. A module only so that a unit can hang its hooks on it."""
+    """Some rows of a weight. It is a module so that a unit can register its hooks."""
 
     def __init__(self, weight: nn.Parameter, start: int) -> None:
         super().__init__()
@@ -38,17 +38,17 @@ class Tile(nn.Module):
         """Called in backward with the gradient of each use."""
 
     def run(self, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
-        """What ``compute`` makes of the rows and of inputs.
+        """The result of ``compute`` on the rows and inputs.
 
-        Each tile has an input of its own: a gradient through it then says that the tile's backward
-        is over, where the input that all tiles share would say it of all of them at once.
+        Each tile gets its own alias of the input: the gradient through it then shows that this
+        tile's backward is done. The input that all tiles share would only show it for all at once.
         """
         return self(compute, *(x.view_as(x) if _has_grad(x) else x for x in inputs))
 
     def forward(self, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return compute(self.weight, *inputs)
-        # After the inputs, so that backward comes to it before it leaves through them.
+        # After the inputs, so that backward reaches it before it continues through them.
         anchor = torch.zeros((), device=self.weight.device, requires_grad=True)
         return compute(_use(anchor, self), *inputs)
 
@@ -62,10 +62,10 @@ def _has_grad(x: Tensor | None) -> TypeGuard[Tensor]:
 
 
 class _Use(torch.autograd.Function):
-    """One use of a tile, whose gradient is delivered at once.
+    """One use of a tile, whose gradient is passed on immediately.
 
-    Autograd would add up the gradients of all uses first. Those of tied weights come at the two
-    ends of a backward, so that until its end there would be the gradients of all tiles.
+    Autograd would first add up the gradients of all uses. Those of tied weights come at both ends
+    of backward, so the gradients of all tiles would be held until its end.
     """
 
     @staticmethod
@@ -90,14 +90,14 @@ class Whole:
     name: str
     parameter: nn.Parameter
     users: list[nn.Module]
-    """The layers that compute with it; several where weights are tied."""
+    """The layers that compute with it; several if weights are tied."""
     tiles: list[Tile]
     wants_loss: list[nn.Module] = field(default_factory=list)
-    """Those of the users whose output may be what a cross entropy is computed of."""
+    """The users whose output may be the input of a cross entropy."""
 
 
 def cut(model: nn.Module, members: list[Members], plan: Plan, topology: Topology) -> list[Members]:
-    """The units of a model with those of its tiles, each after the unit that it was cut from."""
+    """The units of a model, and those of its tiles, each after the unit that it was cut from."""
     if not may_cut(plan, topology):
         return members
     users = _users(model)
@@ -114,7 +114,7 @@ def cut(model: nn.Module, members: list[Members], plan: Plan, topology: Topology
                 del unit.params[name]
         alone = unit.module in {user for whole in wholes for user in whole.users}
         if alone and unit is not root:
-            # The layer is the whole unit: what is left (a bias) is used outside its forward, too.
+            # The layer is the whole unit: the rest (a bias) is used outside its forward as well.
             root.params |= unit.params
             unit.params = {}
         found += [unit] if unit.params or unit is root else []
@@ -124,7 +124,7 @@ def cut(model: nn.Module, members: list[Members], plan: Plan, topology: Topology
 
 
 def _users(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """The modules that hold each parameter; a tied one has several."""
+    """The modules that use each parameter; a tied one has several."""
     found: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -139,7 +139,7 @@ def _is_cut(parameter: nn.Parameter, users: list[nn.Module], numel: int) -> bool
 
 
 def _knows(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a layer computes with its weight in one of the ways that are known here."""
+    """Whether a layer computes with its weight in a supported way."""
     if module._parameters.get("weight") is not parameter or "forward" in module.__dict__:
         return False
     if isinstance(module, nn.Embedding):
@@ -153,7 +153,7 @@ def _cut_one(name: str, unit: Members, users: list[nn.Module], plan: Plan) -> Wh
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise PlanError(
             f"Parameter '{name}' has hooks, but tiling.numel = {plan.tiling.numel} would cut it "
-            "into tiles, whose gradients never come together; remove the hooks, or raise "
+            "into tiles, so its whole gradient never exists; remove the hooks, or raise "
             "tiling.numel."
         )
     tiles = []
@@ -161,7 +161,7 @@ def _cut_one(name: str, unit: Members, users: list[nn.Module], plan: Plan) -> Wh
     for rows in tile_rows(height, width, plan.tiling.numel):
         part = parameter.detach()[rows.start : rows.stop]
         if part.is_meta:
-            part = torch.empty_like(part)  # with a history of its own, which is none
+            part = torch.empty_like(part)  # a new tensor without a history
         tiles.append(Tile(nn.Parameter(part, requires_grad=parameter.requires_grad), rows.start))
     outside = unit.name == ROOT or unit.module in users
     wants_loss: list[nn.Module] = [
@@ -181,7 +181,7 @@ def _units(unit: str, whole: Whole, inside: bool) -> Iterator[Members]:
 
 
 def linear(tiles: list[Tile], x: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a weight in tiles."""
+    """``F.linear`` with a weight that is cut into tiles."""
     outputs = [tile.run(_linear, x, rows_of(bias, tile)) for tile in tiles]
     return torch.cat(outputs, dim=-1)
 
@@ -195,7 +195,7 @@ def rows_of(bias: Tensor | None, tile: Tile) -> Tensor | None:
 
 
 def embedding(tiles: list[Tile], ids: Tensor, padding_idx: int | None) -> Tensor:
-    """``F.embedding`` with a table in tiles."""
+    """``F.embedding`` with a table that is cut into tiles."""
     check_range(ids, tiles[-1].stop, "index out of range in self")
     trains = None if padding_idx is None else (ids != padding_idx).unsqueeze(-1)
     found: Tensor | None = None
@@ -216,13 +216,13 @@ def _look_up(
 
 
 def own_entries(tile: Tile, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of some indices are in a tile, and where there; others point at its first row."""
+    """Which indices are in a tile, and their rows there; for the others the first row."""
     inside = (ids >= tile.start) & (ids < tile.stop)
     return inside, torch.where(inside, ids - tile.start, 0)
 
 
 def check_range(ids: Tensor, count: int, message: str) -> None:
-    """Refuses an index that is in no tile, which every tile alone would leave to the others."""
+    """Raise on an index that is in no tile; a single tile cannot notice it."""
     if not ids.numel():
         return
     fits = (ids >= 0).all() & (ids < count).all()
@@ -230,4 +230,4 @@ def check_range(ids: Tensor, count: int, message: str) -> None:
         return
     if ids.device.type == "cpu" and not fits:
         raise IndexError(message)
-    torch._assert_async(fits)  # on an accelerator: as its kernels do, without waiting
+    torch._assert_async(fits)  # on an accelerator like its kernels, without waiting

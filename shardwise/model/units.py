@@ -1,4 +1,4 @@
-"""The units of a model under a plan, and how they are laid out: what planner and runtime share."""
+"""The units of a model under a plan and their layout, for planner and runtime alike."""
 
 from torch import nn
 
@@ -15,7 +15,7 @@ def find_units(model: nn.Module, plan: Plan, topology: Topology) -> list[Members
 
 
 def describe(model: nn.Module, plan: Plan, topology: Topology) -> ModelSpec:
-    """The model as planner and schedule see it; works on the meta device."""
+    """The model as the planner and the schedule see it; works on the meta device."""
     return spec_of(find_units(model, plan, topology), topology.world)
 
 

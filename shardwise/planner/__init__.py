@@ -1,1 +1,1 @@
-"""Searching the space of plans for a model on a cluster."""
+"""The search for the fastest plan of a model on a cluster."""

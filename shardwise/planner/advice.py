@@ -1,4 +1,4 @@
-"""What a planner says beside the plan: why it wins, what binds, and what more would buy."""
+"""What the planner reports besides the plan: why it wins, what limits it, what more would buy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,16 +24,16 @@ from shardwise.plans.presets import PRESETS
 from shardwise.plans.validate import violations
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.18, 0.125)
-"""Of the memory, for the front: what could be had with less."""
+"""Shares of the memory for which the front has the fastest plan."""
 BRIEFLY = 12
-"""The patience of searches in other circumstances, which begin with what is best in these."""
+"""The patience of searches under other conditions; they begin with the best plans found so far."""
 WORTH = 0.02
-"""A gain below this share of the step is none."""
+"""Gains below this share of the step are ignored."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best plan of another cluster."""
+    """How fast the best plan would be on a changed cluster."""
 
     change: str
     step_s: float
@@ -42,59 +42,59 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A plan and the reasons for it; or why there is none."""
+    """A plan and the reasons for it, or why there is none."""
 
     request: Request
     result: Result
     best: Candidate | None = None
     """None: nothing fits."""
     front: tuple[Candidate, ...] = ()
-    """Best plans for less and less memory: nothing else is both faster and smaller."""
+    """The fastest plans for less and less memory: no other plan is both faster and smaller."""
     presets: dict[str, Candidate] = field(default_factory=dict)
-    """What people would choose by name, whether it fits or not."""
+    """The presets at the same batch, whether they fit or not."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """The presets that cannot be compared here, each with the reason."""
+    """The presets that cannot be run or simulated here, each with the reason."""
     what_ifs: tuple[WhatIf, ...] = ()
     binds: str = "memory"
-    """What keeps the best plan from being faster, as a sentence."""
+    """The bottleneck: what keeps the best plan from being faster, in words."""
     choices: tuple[Choice, ...] = ()
     """Why the best plan wins: what each of its choices saves."""
     peak: Moment | None = None
-    """When the best plan, or where nothing fits the smallest, holds most, and what of."""
+    """When memory peaks, and what it holds then; of the smallest plan if nothing fits."""
     remedies: tuple[str, ...] = ()
-    """Where nothing fits: changes of which each alone would make something fit, or perhaps."""
+    """If nothing fits: changes each of which would make a plan fit; with "perhaps": might."""
 
     def lacking(self) -> list[Overflow]:
-        """Where nothing fits: by how much the smallest plan is too large."""
+        """If nothing fits: by how much the smallest plan is too large."""
         smallest = self.result.smallest
         return list(overflows(smallest.estimate.memory, self.request)) if smallest else []
 
 
 def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Advice:
-    """Searches, and looks around the best plan."""
+    """Search, then compare the best plan with its alternatives."""
     tell("searching the legal plans")
     looking = Search(request)
     result = looking.run()
     if result.best is None:
-        tell("what would make it fit")
+        tell("searching for changes that would make it fit")
         return Advice(
             request=request,
             result=result,
             peak=peak_of(request, result.smallest) if result.smallest else None,
             remedies=tuple(_remedies(request)),
         )
-    tell("choices for single units")
+    tell("refining single units")
     best = refine(request, result.best)
-    tell("what less memory costs")
+    tell("searching with less memory")
     smaller = _with_less_memory(request, looking, best)
-    # No search sees all plans: what was found for less memory may be as fast.
+    # No search simulates all plans: one found for less memory may be as fast.
     chosen = rank([best, *smaller])[0]
     if chosen is not best:
         best = refine(request, chosen)
     tell("presets")
     named, left_out = _presets(request, best.batch)
     what_ifs = tuple(_what_ifs(request, looking, best, tell))
-    tell("what other choices would cost")
+    tell("comparing alternatives")
     return Advice(
         request=request,
         result=result,
@@ -110,7 +110,7 @@ def advise(request: Request, tell: Callable[[str], None] = lambda _: None) -> Ad
 
 
 def peak_of(request: Request, candidate: Candidate) -> Moment:
-    """When in a step a candidate holds most."""
+    """The moment of a step at which a candidate holds the most memory."""
     plan, batch, topology = candidate.plan, candidate.batch, request.cluster.topology
     saved = request.facts.work(batch.micro, request.seq, plan, topology).saved
     spec = request.facts.spec(plan, topology)
@@ -126,30 +126,30 @@ def peak_of(request: Request, candidate: Candidate) -> Moment:
 
 
 MORE = (2, 4, 8, 16, 32, 64)
-"""Times as many ranks, or parts of a sequence, that are tried where nothing fits."""
+"""Factors that are tried if nothing fits: more ranks, or shorter sequences."""
 
 
 def _remedies(request: Request) -> Iterator[str]:
-    """Of each kind the least change that makes something fit; what does not help is not told."""
+    """The smallest change of each kind that makes a plan fit; changes that do not are omitted."""
     cluster, world, seq = request.cluster, request.cluster.world, request.seq
     if cluster.disk is not None and not request.path:
         if Search(replace(request, path="disk")).fits():
-            yield "states on the disk (--path)"
+            yield "states on disk (--path)"
     elif cluster.disk is None:
-        yield "perhaps a disk, which the cluster's description lacks (shardwise probe --path)"
+        yield "perhaps a disk, missing in the cluster's description (shardwise probe --path)"
     if cluster.host is None and cluster.device.is_accelerator:
-        yield "perhaps host memory, which the cluster's description lacks ([host])"
+        yield "perhaps host memory, missing in the cluster's description ([host])"
     if cluster.host is not None and cluster.host.update is None:
         yield (
-            "perhaps optimizer states in host memory: the cluster's description lacks how fast "
-            "hosts update them (host.update_rate)"
+            "perhaps optimizer states in host memory; how fast hosts update them is missing in the "
+            "cluster's description (host.update_rate)"
         )
     for times in MORE:
-        batch = request.global_batch * times  # of each rank as many as before
+        batch = request.global_batch * times  # as many per rank as before
         try:
             larger = cluster.with_world(world * times)
-        except ClusterError:  # one node was probed: nobody knows what would join several
-            yield "perhaps more nodes, whose links the cluster's description lacks"
+        except ClusterError:  # only one node was probed: links between nodes are unknown
+            yield "perhaps more nodes; their links are missing in the cluster's description"
             break
         if Search(replace(request, cluster=larger, global_batch=batch)).fits():
             yield f"{world * times:,} ranks (--ranks {world * times})"
@@ -161,7 +161,7 @@ def _remedies(request: Request) -> Iterator[str]:
 
 
 def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """The presets in the same batch; and those that cannot be run or priced here, with reasons."""
+    """The presets at the same batch, and those that cannot be run or simulated, with reasons."""
     topology = request.cluster.topology
     found: dict[str, Candidate] = {}
     left_out: dict[str, str] = {}
@@ -171,9 +171,9 @@ def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict
         if plan.rests_on("nvme"):
             plan = replace(plan, tiers=replace(plan.tiers, path=request.path))
             if request.cluster.disk is not None and not request.path:
-                reasons.append("It needs a folder on the disk (--path).")
+                reasons.append("It needs a folder on a disk (--path).")
         if request.loss is Loss.NONE and plan.is_lossy():
-            reasons = ["It loses bits on the wire."]
+            reasons = ["Its wires are lossy."]
         if reasons:
             left_out[name] = reasons[0]
             continue
@@ -191,7 +191,7 @@ def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict
 def _with_less_memory(request: Request, looking: Search, best: Candidate) -> list[Candidate]:
     found = []
     for share in SHARES:
-        # Tiles only where nothing fits otherwise: they make many units, and many plans.
+        # Tiles are tried only if nothing else fits: they make many units, and many plans.
         tiles = best.plan.tiling.numel > 0
         limit = int(share * request.limit)
         less = looking.run(1, limit=limit, tiles=tiles, patience=BRIEFLY).best
@@ -213,23 +213,23 @@ def _what_ifs(
     request: Request, looking: Search, best: Candidate, tell: Callable[[str], None]
 ) -> list[WhatIf]:
     def what_if(change: str, other: Candidate | None) -> WhatIf:
-        # Never slower: the plan that was found still runs there.
+        # Never slower: the best plan runs there as well.
         step_s = min(best.step_s, other.step_s if other is not None else best.step_s)
         return WhatIf(change, step_s, best.step_s / step_s)
 
-    tell("what more memory would buy")
+    tell("searching with more memory")
     found = [
         what_if("twice the memory", looking.run(1, limit=2 * request.limit, patience=BRIEFLY).best)
     ]
     for change, cluster in _faster(request.cluster, best.estimate.exposed["tier"] > 0):
-        tell(f"what {change} would buy")
+        tell(f"searching with {change}")
         faster = looking.with_other_speeds(cluster)
         found.append(what_if(change, faster.run(1, patience=BRIEFLY).best))
     return found
 
 
 def _faster(cluster: Cluster, waits_for_tiers: bool) -> Iterator[tuple[str, Cluster]]:
-    """Clusters of which one part is twice as fast."""
+    """The cluster with one of its parts twice as fast, for each part."""
     for level in cluster.levels:
         if level.size > 1:
             yield f"twice the bandwidth on {level.name}", _with_faster_links(cluster, level)
@@ -248,7 +248,7 @@ def _with_faster_links(cluster: Cluster, level: LinkSpec) -> Cluster:
     def halved(curve: Curve | None) -> Curve | None:
         if curve is None:
             return None
-        latency = curve.points[0][1]  # which stays
+        latency = curve.points[0][1]  # stays as it is
         return Curve(tuple((amount, (latency + s) / 2) for amount, s in curve.points))
 
     faster = replace(
@@ -267,19 +267,19 @@ def _binds(best: Candidate, what_ifs: tuple[WhatIf, ...]) -> str:
     memory = what_ifs[0].speed_up - 1
     worst = max(_WAITS, key=lambda use: share[use])
     if memory > WORTH:
-        return f"memory: with twice as much of it a step would be {1 + memory:.2f} times as fast"
+        return f"memory: with twice as much a step would be {1 + memory:.2f} times as fast"
     if share[worst] > WORTH:
-        return f"{_WAITS[worst]}: {share[worst]:.0%} of a step"
-    return f"compute: it is {share['compute']:.0%} of a step"
+        return f"{_WAITS[worst]}, {share[worst]:.0%} of a step"
+    return f"compute, {share['compute']:.0%} of a step"
 
 
 _WAITS = {
-    "gather": "communication: parameters are waited for",
-    "reduce": "communication: gradients are waited for",
-    "refresh": "communication: new parameters are waited for after the update",
-    "tier": "what rests in host memory or on the disk is waited for",
+    "gather": "communication (waiting for gathered parameters)",
+    "reduce": "communication (waiting for reduced gradients)",
+    "refresh": "communication (waiting for the refresh after the update)",
+    "tier": "host memory or the disk (waiting for states that rest there)",
     "update": "the optimizer's update",
     "copies": "copies in memory",
-    SLOWED: "processors: transfers take them from the compute",
+    SLOWED: "processors (transfers take them from compute)",
 }
-"""What a step may wait for, in words."""
+"""What a step may wait for besides compute, in words."""

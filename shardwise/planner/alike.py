@@ -1,12 +1,13 @@
-"""Models of many alike blocks, made short: what a plan costs grows by the same for each of them.
+"""Shortened models: in a model of many alike blocks, each block adds the same cost.
 
-Memory is a straight line in the number of blocks from a few on, and so is a step's time, nearly. So
-the search prices every plan on two short models and draws the line; only the best are run in full.
+From a few blocks on, memory grows linearly with their number, and so, nearly, does a step's time.
+So the search simulates every plan on two short models and extrapolates; only the best plans are
+simulated in full.
 
 [Note: Nearly]
-Where a link is about as busy as the device, the two fall into step only after many blocks, and from
-then on each block takes another time. Over presets, clusters and batches the line is off by 0.1 %
-in the mean, and by 7 % at worst.
+Where a link is about as busy as the device, they reach a steady state only after many blocks, and
+the time per block changes until then. Over presets, clusters and batches the extrapolation is off
+by 0.1 % in the mean and by 7 % at worst.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -22,22 +23,22 @@ from shardwise.plans.memory import Memory, memory
 from shardwise.plans.plan import Plan
 
 SHORT = 4
-"""Blocks of the shorter model: more than pools, prefetching and reductions in flight hold."""
+"""Blocks of the shorter model: more than pools, prefetching and reductions hold at once."""
 SHORT_STEP = 8
-"""The same for times: lanes need some blocks to fall into step."""
+"""The same for times: lanes need some blocks to reach a steady state."""
 LONGER = 2
-"""What the longer model has more."""
+"""How many more blocks the longer model has."""
 
 
 @dataclass(frozen=True)
 class Alike:
-    """A model, and where in it alike units follow each other."""
+    """A model, and the longest run of alike units in it."""
 
     model: ModelSpec
 
     @cached_property
     def run(self) -> tuple[int, int]:
-        """The longest run of units of one shape: its beginning and its length."""
+        """The longest run of units of one shape: its start and its length."""
         shapes = [(unit.inside, unit.shape) for unit in self.model.units]
         best = (0, 0)
         begin = 0
@@ -49,7 +50,7 @@ class Alike:
 
     @cached_property
     def classes(self) -> list[tuple[UnitSpec, int]]:
-        """Units with how many there are of each, those of the longest run together."""
+        """Units with their counts; those of the longest run are counted together."""
         begin, count = self.run
         units = self.model.units
         rest = [*units[:begin], *units[begin + count :]]
@@ -59,24 +60,24 @@ class Alike:
         return self.run[1] > length + LONGER and not self.model.used_again
 
     def short(self, length: int) -> ModelSpec:
-        """The model with so many units in its longest run."""
+        """The model with ``length`` units in its longest run."""
         begin, count = self.run
         units = self.model.units
         return replace(self.model, units=units[: begin + length] + units[begin + count :])
 
     @cached_property
     def shorts(self) -> dict[int, tuple[ModelSpec, ModelSpec]]:
-        """By the length of the shorter one: two short models."""
+        """Pairs of short models, by the length of the shorter one."""
         return {n: (self.short(n), self.short(n + LONGER)) for n in (SHORT, SHORT_STEP)}
 
     def line(self, length: int, first: float, second: float) -> float:
-        """Through a figure of the short model and one of the longer, at the model's own length."""
+        """Extrapolate the figures of the two short models to the model's own length."""
         return first + (second - first) * (self.run[1] - length) / LONGER
 
     def memory(
         self, plan: Plan, cluster: Cluster, *, accumulates: bool, saved: Saved | None
     ) -> Memory:
-        """As ``plan.memory.memory``."""
+        """As ``plans.memory.memory``."""
         topology, accelerated = cluster.topology, cluster.device.is_accelerator
         options: dict[str, Any] = {
             "accumulates": accumulates, "saved": saved, "accelerated": accelerated
@@ -103,7 +104,7 @@ class Alike:
         habits: Habits = OURS,
         length: int = SHORT_STEP,
     ) -> Estimate:
-        """As ``cost.simulate.simulate``; see Note: Nearly. ``length`` is the shorter model's."""
+        """As ``cost.simulate.simulate`` (Note: Nearly); ``length`` is that of the shorter model."""
         if not self.is_longer_than(length):
             return simulate(plan, self.model, work, cluster, accumulate=accumulate, habits=habits)
         first, second = (

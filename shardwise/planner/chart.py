@@ -26,17 +26,17 @@ from shardwise.core.svg import (
 
 Point = tuple[float, float]
 FrontPoint = tuple[str, float, float, bool]
-"""Label, bytes of memory a rank, seconds a step, whether it is the chosen one."""
+"""Label, bytes of memory per rank, seconds per step, whether it is the chosen plan."""
 
 _WIDTH, _HEIGHT = 760, 440
 _LEFT, _TOP, _BOTTOM = 76, 66, 58
 _LABEL_SIZE, _LABEL_HEIGHT = 12, 16
 _CHAR_WIDTH = 6.6
-"""Of labels, nearly: SVG has no way to ask for it before it is drawn."""
+"""Approximate width of a character: SVG cannot measure text before it is drawn."""
 
 
 def draw_front(points: Sequence[FrontPoint], title: str, limit_bytes: float) -> str:
-    """Memory a rank against step time; the line joins plans that nothing beats in both."""
+    """Step time against memory per rank; the line joins plans that no other beats in both."""
     unit, name = _byte_unit(max([limit_bytes, *(memory for _, memory, _, _ in points)]))
     at = [(memory / unit, step_s) for _, memory, step_s, _ in points]
     limit = limit_bytes / unit
@@ -45,7 +45,7 @@ def draw_front(points: Sequence[FrontPoint], title: str, limit_bytes: float) -> 
         y=_Axis.around([y for _, y in at]),
         right=40,
     )
-    parts = plot.frame(title, f"memory a rank, {name}", "seconds a step")
+    parts = plot.frame(title, f"memory per rank, {name}", "seconds per step")
     x = plot.px(limit)
     parts.append(line(x, _TOP, x, plot.bottom, color=MARK, dashed=True))
     words = f"limit {limit:.3g} {name}"
@@ -56,7 +56,7 @@ def draw_front(points: Sequence[FrontPoint], title: str, limit_bytes: float) -> 
     labels.taken += [_Box(x - 2, _TOP, x + 2, plot.bottom)]
     labels.taken += [_around(plot.at(point), 6) for point in at]
     labels.taken += _boxes_of([plot.at(point) for point in _stairs(front)])
-    # What was chosen finds a place for its label first, then what is on the front.
+    # The chosen plan's label is placed first, then those of the front.
     order = sorted(range(len(at)), key=lambda i: (not points[i][3], at[i] not in front, at[i][0]))
     for index in reversed(order):
         chosen = points[index][3]
@@ -76,7 +76,7 @@ def draw_lines(
     y_label: str,
     log_x: bool = False,
 ) -> str:
-    """Named lines with markers; each has its name at its end."""
+    """Lines with markers; each line's name stands at its end."""
     series = [(name, sorted(points)) for name, points in series if points]
     xs = [x for _, points in series for x, _ in points]
     plot = _Plot(
@@ -95,7 +95,7 @@ def draw_lines(
     heights = _apart([y for (_, y), _, _ in ends], _LABEL_HEIGHT, plot.bottom)
     start = max((x for (x, _), _, _ in ends), default=0.0) + 22
     for ((x, y), name, color), height in zip(ends, heights, strict=True):
-        # A line that ends early or whose label had to move is led to it.
+        # Connects the line to its label where it ends early or the label had to move.
         if abs(height - y) > 3 or x < start - 23:
             parts.append(line(x + 6, y, start - 3, height, color=color, dashed=True))
         parts.append(text(start, height + 4, name, size=_LABEL_SIZE, color=color, weight="bold"))
@@ -103,7 +103,7 @@ def draw_lines(
 
 
 def write_chart(path: Path, svg: str) -> None:
-    """Writes a chart as .svg, or where resvg_py is installed as .png."""
+    """Write a chart as .svg, or as .png if resvg_py is installed."""
     check_chart(path)
     try:
         if path.suffix == ".svg":
@@ -116,7 +116,7 @@ def write_chart(path: Path, svg: str) -> None:
 
 
 def check_chart(path: Path) -> None:
-    """Raises where a chart of this name cannot be made, before there is one."""
+    """Raise if a chart of this name cannot be written, before it is drawn."""
     if path.suffix == ".png":
         try:
             importlib.import_module("resvg_py")
@@ -126,7 +126,7 @@ def check_chart(path: Path) -> None:
                 f"{path.with_suffix('.svg').name}, or pip install resvg_py."
             ) from None
     elif path.suffix != ".svg":
-        raise UsageError(f"{path} is no name of a chart; use one that ends in .svg or .png.")
+        raise UsageError(f"{path} is not a chart's file name; use one that ends in .svg or .png.")
 
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class _Axis:
 
     @classmethod
     def around(cls, values: Sequence[float]) -> "_Axis":
-        """From zero where that wastes little; else just around the values."""
+        """An axis from zero if that wastes little room, otherwise just around the values."""
         low, high = min(values, default=0.0), max(values, default=1.0)
         if 0 <= low <= 0.25 * high or low == high:
             return cls.from_zero(values)
@@ -162,14 +162,14 @@ class _Axis:
 
     @classmethod
     def log(cls, values: Sequence[float]) -> "_Axis":
-        """Equal factors are equally far apart; the ticks are the values."""
+        """A logarithmic axis whose ticks are the values."""
         ticks = tuple(sorted(set(values))) or (1.0,)
         low, high = ticks[0], ticks[-1]
         margin = (high / low) ** 0.04 if high > low else 2.0
         return cls(low / margin, high if high > low else 2 * high, ticks, logarithmic=True)
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high end."""
+        """The position of a value: 0 at the low end, 1 at the high end."""
         if self.logarithmic:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -182,7 +182,7 @@ class _Plot:
     x: _Axis
     y: _Axis
     right: float
-    """Room right of it."""
+    """Room to the right of it."""
 
     @property
     def right_edge(self) -> float:
@@ -238,7 +238,7 @@ def _nice(step: float) -> float:
 
 
 def _number(value: float) -> str:
-    """A tick's text; large ones with thousands apart.
+    """A tick's text, with thousands separators.
 
     >>> [_number(value) for value in (0.30000000000000004, 2.0, 12500)]
     ['0.3', '2', '12,500']
@@ -255,7 +255,7 @@ def _byte_unit(most: float) -> tuple[float, str]:
 
 
 def _front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both, from the left.
+    """The points that no other beats in both coordinates, from the left.
 
     >>> _front([(3, 1), (1, 5), (2, 6), (2, 2)])
     [(1, 5), (2, 2), (3, 1)]
@@ -268,7 +268,7 @@ def _front(points: Sequence[Point]) -> list[Point]:
 
 
 def _stairs(front: Sequence[Point]) -> list[Point]:
-    """More memory is no faster until it is enough for the next plan."""
+    """The front as stairs: more memory gains nothing until it is enough for the next plan."""
     corners = []
     for index, (x, y) in enumerate(front):
         if index:
@@ -288,14 +288,14 @@ class _Box:
     bottom: float
 
     def overlap(self, other: "_Box") -> float:
-        """The area that both cover."""
+        """The area that both boxes cover."""
         width = min(self.right, other.right) - max(self.left, other.left)
         height = min(self.bottom, other.bottom) - max(self.top, other.top)
         return max(0.0, width) * max(0.0, height)
 
 
 class _Labels:
-    """Finds each label the place near its point where it covers least."""
+    """Places each label near its point where it covers least."""
 
     def __init__(self, right: float, bottom: float) -> None:
         self.taken: list[_Box] = []
@@ -347,7 +347,7 @@ def _boxes_of(corners: Sequence[Point]) -> list[_Box]:
 
 
 def _apart(heights: Sequence[float], least: float, bottom: float) -> list[float]:
-    """Heights moved as little as keeps them ``least`` apart and above the bottom.
+    """Move heights as little as needed to be ``least`` apart and above the bottom.
 
     >>> _apart([50, 52, 10], 16, 100)
     [50, 66, 10]

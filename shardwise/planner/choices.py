@@ -1,4 +1,4 @@
-"""What other choices than a plan's own would cost: one at a time, everything else as it is."""
+"""What the alternatives to a plan's choices would cost: one choice at a time, all else equal."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,23 +22,23 @@ Variants = Iterator[tuple[Plan, Batch]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The best that differs from a plan in one choice."""
+    """The best plan that differs from a given one in one choice."""
 
     what: str
     """``P``, ``G and OS``, ``keep``, ``wires``, ``tiers``, ``activations`` or ``batch``."""
     mine: str
     instead: str
     over: float
-    """Its step over the plan's own."""
+    """Its step time relative to the plan's own."""
     fits: bool
     grown: str
-    """The use of a step's time that grows most; empty: none does."""
+    """The use of the step's time that grows most; empty if none grows."""
     grown_s: float
 
 
 def other_choices(request: Request, looking: Search, best: Candidate) -> tuple[Choice, ...]:
-    """Of each choice the fastest alternative that fits, or else the fastest."""
-    plan = replace(best.plan, overrides=())  # exceptions are for this plan's units alone
+    """For each choice the fastest alternative that fits, or the fastest if none fits."""
+    plan = replace(best.plan, overrides=())  # overrides suit this plan only
     own = looking.quickly(plan, best.batch)
     found = []
     for what, (variants, told) in _DIMENSIONS.items():
@@ -77,7 +77,7 @@ def _choice(
 def _spreads(
     request: Request, plan: Plan, batch: Batch, same: Callable[[Plan], tuple[str, ...]]
 ) -> Variants:
-    """Partitionings that agree with the plan in what must be the same."""
+    """Partitionings that agree with the plan in ``same``."""
     topology: Topology = request.cluster.topology
     own = (plan.params.spread, plan.grads.spread, plan.optim.spread, plan.keep)
     for other in partitionings(topology, accumulates=batch.accumulate > 1):

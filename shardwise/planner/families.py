@@ -1,4 +1,4 @@
-"""Families of plans, which differ in wires only: which to look at first, and which were seen."""
+"""Families of plans that differ in wires only: which to simulate first, and which have been."""
 
 import math
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.presets import PRESETS
 
 TOLERANCE = 0.02
-"""No family that was not looked at is faster than the winner by more than this share of a step."""
+"""The search is proven if no family left out can be faster by more than this share of a step."""
 LEADERS = 6
-"""Families that a search in other circumstances looks at first."""
+"""Number of families that a search under other conditions simulates first."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Family:
     plan: Plan
     batch: Batch
     bound_s: float
-    """No step of any of them is shorter."""
+    """A lower bound of the step time of all of them."""
     likely_s: float
-    """A guess that says which to look at first."""
+    """A guess of the step time; orders the families."""
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """What it is made of; what depends on each other together."""
+        """Its choices; those that depend on each other count as one."""
         plan = self.plan
         return (
             (plan.params.spread, plan.keep, plan.keep_until),
@@ -40,21 +40,21 @@ class Family:
 
 
 class Seen:
-    """The families that were looked at."""
+    """The families that have been simulated."""
 
     def __init__(self) -> None:
         self.ids: set[int] = set()
         self.best: dict[tuple[str, ...], Candidate] = {}
-        """Of each partitioning."""
+        """The fastest candidate by partitioning."""
         self.fastest = math.inf
         self.idle = 0
-        """Families that were simulated since the last one that was faster."""
+        """Number of families simulated since the last improvement."""
         self._centre: Family | None = None
         self._steps: list[tuple[float, Plan, Batch]] = []
-        """The fastest of each family, in the order of looking."""
+        """The fastest step of each family, in the order in which they were simulated."""
 
     def add(self, family: Family, members: Iterator[Candidate]) -> bool:
-        """Whether something in the family is clearly faster than all before."""
+        """Add a family; returns whether it has a plan clearly faster than all before."""
         self.ids.add(id(family))
         before = self.fastest
         fastest = math.inf
@@ -68,12 +68,12 @@ class Seen:
         return fastest < (1 - NEAR) * before
 
     def leaders(self) -> list[tuple[Plan, Batch]]:
-        """The families that were fastest."""
+        """The plans of the fastest families."""
         first = sorted(self._steps, key=lambda step: step[0])[:LEADERS]
         return [(plan, batch) for _, plan, batch in first]
 
     def is_beside(self, family: Family) -> bool:
-        """Whether it differs from the fastest in one choice, could be faster, and is new."""
+        """Whether it differs from the fastest family in one choice, could be faster, and is new."""
         if self._centre is None or id(family) in self.ids:
             return False
         if family.bound_s >= (1 - TOLERANCE) * self.fastest:
@@ -83,9 +83,9 @@ class Seen:
 
 
 def presets_first(families: list[Family]) -> list[Family]:
-    """The likeliest family of each preset's spreads leads, so that no search overlooks it.
+    """Put the likeliest family with each preset's spreads first, so that no search omits it.
 
-    Without accumulation gradients never rest, and only one of their spreads is in the space.
+    Without accumulation gradients never rest, so the space has only one of their spreads.
     """
     known = [make() for make in PRESETS.values()]
     resting = {_spreads(plan, rests=True) for plan in known}

@@ -1,4 +1,4 @@
-"""What is known of single plans: work, memory and, on short models, a step's time; all kept."""
+"""Figures of single plans, each computed once: work, memory, and step time on short models."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ class Figures:
         self._estimates: dict[tuple[Plan, Batch], Estimate] = {}
 
     def follow(self, other: "Figures") -> None:
-        """Shares with others what does not depend on speeds."""
+        """Share with another object all figures that do not depend on speeds."""
         self._works, self._models = other._works, other._models
         self._backwards, self._memories = other._backwards, other._memories
 
@@ -37,7 +37,7 @@ class Figures:
         return (plan, batch) in self._estimates
 
     def memory(self, plan: Plan, batch: Batch) -> Memory:
-        """What a plan needs; activations are added to what does not depend on the batch."""
+        """What a plan needs: activations, plus a part that does not depend on the batch."""
         accumulates = batch.accumulate > 1
         key = (without_activations(plan), accumulates)
         found = self._memories.get(key)
@@ -56,12 +56,12 @@ class Figures:
                 self.work(plan, batch),
                 self._request.cluster,
                 accumulate=batch.accumulate,
-                length=SHORT,  # good enough for an order; the best are run in full
+                length=SHORT,  # good enough to order plans; the best are run in full
             )
         return found
 
     def work(self, plan: Plan, batch: Batch) -> Work:
-        """What a micro-batch computes and saves."""
+        """What a micro-batch computes, and what autograd saves for it."""
         key = (batch.micro, plan.precision.compute or "", self.is_tiled(plan))
         if key not in self._works:
             self._works[key] = self._request.facts.work(
@@ -77,7 +77,7 @@ class Figures:
         return self._models[tiled]
 
     def backward(self, plan: Plan) -> dict[str, float]:
-        """Of each unit, without tiles: operations of its backward over those of its forward."""
+        """By unit, without tiles: operations of backward relative to forward."""
         tiled = self.is_tiled(plan)
         if tiled not in self._backwards:
             found: dict[str, float] = {}
@@ -87,12 +87,12 @@ class Figures:
         return self._backwards[tiled]
 
     def is_tiled(self, plan: Plan) -> bool:
-        """Whether layers are cut: tiles only exist where parameters travel."""
+        """Whether layers are cut into tiles, which only exist where parameters are gathered."""
         if not plan.tiling.numel:
             return False
         return resolve(plan, self._topology, "").params > 0 or plan.params.tier != "device"
 
 
 def without_activations(plan: Plan) -> Plan:
-    """What is left of a plan for figures that do not depend on activations."""
+    """The plan with default activations, as a key for figures that do not depend on them."""
     return replace(plan, activations="keep")

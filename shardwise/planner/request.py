@@ -1,4 +1,4 @@
-"""What a search is asked and what it answers: requests, candidates, and whether they fit."""
+"""Input and output of a search: requests, candidates, results, and whether a plan fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from shardwise.plans.memory import Memory
 from shardwise.plans.plan import Plan, Precision
 
 NEAR = 0.01
-"""Plans whose steps differ by less are taken to be equally fast: then what loses nothing wins, and
-what needs less memory."""
+"""Plans whose steps differ by less count as equally fast: then lossless ones win, then those that
+need less memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,15 @@ class Request:
     precision: Precision = field(default_factory=Precision)
     loss: Loss = Loss.SAFE
     path: str = ""
-    """A folder on the disk; without one nothing is put there."""
+    """A folder on the nodes' disks; empty: no disk is used."""
     memory_bytes: int | None = None
-    """Of one rank's device; None: what the cluster says."""
+    """Device memory per rank; None: that of the cluster's device."""
     batch: Batch | None = None
-    """How the global batch is cut, where that is settled."""
+    """How the global batch is divided; None: the search decides."""
 
     @property
     def cuts(self) -> list[Batch]:
-        """The ways to cut the global batch."""
+        """The ways to divide the global batch."""
         every = batches(self.global_batch, self.cluster.world)
         return every if self.batch is None else [self.batch]
 
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with the batch that it goes with, and what a step of it takes."""
+    """A plan with its batch and the estimate of its step."""
 
     plan: Plan
     batch: Batch
@@ -62,18 +62,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found."""
+    """The result of a search."""
 
     ranked: tuple[Candidate, ...]
-    """The fastest plan of every partitioning that came near, best first; empty: nothing fits."""
+    """The fastest plan of each partitioning that came close, best first; empty: nothing fits."""
     smallest: Candidate | None
-    """Where nothing fits: what comes nearest, on the tier that it overflows most."""
+    """If nothing fits: the plan that comes nearest, on the tier that it exceeds most."""
     num_plans: int
-    """How many plans there were to choose from."""
+    """Number of legal plans in the space."""
     num_simulated: int
     proven: bool
-    """Whether no family that was not looked at can be faster than the best by more than TOLERANCE.
-    Of families that were, only the likely wirings were simulated."""
+    """Whether no family left out can be faster than the best by more than TOLERANCE. Of the other
+    families only the likely wirings were simulated."""
 
     @property
     def best(self) -> Candidate | None:
@@ -82,7 +82,7 @@ class Result:
 
 @dataclass(frozen=True, order=True)
 class Overflow:
-    """A tier that has too little."""
+    """A tier that has too little memory."""
 
     tier: str
     needed: int
@@ -90,12 +90,12 @@ class Overflow:
 
     @property
     def times(self) -> float:
-        """How many times too large."""
+        """Needed over available memory."""
         return self.needed / max(1, self.available)
 
 
 def overflows(needed: Memory, request: Request, limit: int | None = None) -> Iterator[Overflow]:
-    """The tiers of one rank that are too small for what is needed."""
+    """The tiers of a rank that are too small for what is needed."""
     cluster = request.cluster
     share = cluster.ranks_per_node
     device = request.limit if limit is None else limit
@@ -108,19 +108,19 @@ def overflows(needed: Memory, request: Request, limit: int | None = None) -> Ite
 
 
 def lacks(request: Request, result: Result) -> str:
-    """Where nothing fits: on which tiers the nearest plan is too large, as a clause."""
+    """If nothing fits: on which tiers the nearest plan is too large, as a clause."""
     smallest = result.smallest
     found = overflows(smallest.estimate.memory, request) if smallest else ()
     told = [
-        f"the nearest one needs {lack.needed:,} bytes a rank on tier {lack.tier}, which has "
+        f"the nearest one needs {lack.needed:,} bytes per rank on tier {lack.tier}, which has "
         f"{lack.available:,}"
         for lack in found
     ]
-    return "; ".join(told) or "none can be priced"
+    return "; ".join(told) or "none can be simulated"
 
 
 def evaluate(request: Request, plan: Plan, batch: Batch) -> Candidate:
-    """One plan, run in full, whether it fits or not."""
+    """One plan, simulated in full, whether it fits or not."""
     topology = request.cluster.topology
     work = request.facts.work(batch.micro, request.seq, plan, topology)
     estimate = simulate(
@@ -134,7 +134,7 @@ def evaluate(request: Request, plan: Plan, batch: Batch) -> Candidate:
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best first: by time, and among equally fast ones by what is lost, then by memory."""
+    """The best first: by time; among equally fast plans, lossless ones, then by memory."""
     left = sorted(candidates, key=lambda candidate: candidate.step_s)
     ranked = []
     while left:

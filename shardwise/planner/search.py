@@ -1,8 +1,8 @@
-"""The best plan for a model on a cluster: every legal plan is priced from below, few are simulated.
+"""The search for the best plan: every legal plan gets a lower bound, few are simulated.
 
-Every plan has a lower bound of its step time (see ``bound.py``), so that the search may end as soon
-as the bounds of all that are left are above the best that was found, less a tolerance. Plans are
-looked at in the order of a guess: the bound, and a little of all other work.
+Every plan has a lower bound of its step time (see ``bound.py``), so the search may end once the
+bounds of all remaining plans are above the best step found, less a tolerance. Plans are simulated
+in the order of a guess: the bound plus a little of all other work.
 """
 
 import math
@@ -36,16 +36,16 @@ from shardwise.plans.memory import Memory
 from shardwise.plans.plan import Plan
 
 RANKED = 10
-"""Alternatives that are run in full and reported."""
+"""Number of alternatives that are simulated in full and reported."""
 LEAST_FULL = 3
-"""So many are run in full where only the best is asked for: short models are not exact."""
+"""At least this many are simulated in full, as short models are not exact."""
 PATIENCE = 24
-"""So many families without anything better end the walk as well; then nothing is proven."""
+"""The search also ends after this many families without improvement; then nothing is proven."""
 HIDDEN = 0.85
-"""The share of all but the busiest resource's work that is taken to be hidden, for the order in
-which families are looked at; nothing else depends on it."""
+"""The share of the work beside the busiest resource's that is assumed to be hidden. It decides only
+the order in which families are simulated."""
 TILE_NUMEL = 1 << 26
-"""Tiles of layers, where nothing fits without; see ``presets.infinity``."""
+"""Tile size if nothing fits without tiles; see ``presets.infinity``."""
 
 
 def search(
@@ -56,7 +56,7 @@ def search(
 
 
 class Search:
-    """A search that remembers what it priced: other memory limits cost little more."""
+    """A search that remembers what it simulated: other memory limits cost little more."""
 
     def __init__(self, request: Request, progress: Callable[[int], None] = lambda _: None) -> None:
         self._request = request
@@ -64,19 +64,19 @@ class Search:
         self._tiled = Space(request, tile_numel=TILE_NUMEL, progress=progress)
 
     def with_other_speeds(self, cluster: Cluster) -> "Search":
-        """The same search on a cluster that differs in speeds only: the best there lead here."""
+        """The same search on a cluster with other speeds; it begins with the best found so far."""
         other = Search(replace(self._request, cluster=cluster))
         other._whole.follow(self._whole)
         other._tiled.follow(self._tiled)
         return other
 
     def quickly(self, plan: Plan, batch: Batch) -> Candidate:
-        """One plan on a short model, as the search looks at it."""
+        """One plan, simulated on a short model as in the search."""
         space = self._tiled if plan.tiling.numel else self._whole
         return space.candidate(plan, batch)
 
     def fits(self) -> bool:
-        """Whether anything does; nothing is simulated."""
+        """Whether any plan fits; nothing is simulated."""
         limit = self._request.limit
         return self._whole.fits(limit) or self._tiled.fits(limit)
 
@@ -88,9 +88,9 @@ class Search:
         tiles: bool = True,
         patience: int = PATIENCE,
     ) -> Result:
-        """The fastest plans that fit a device's memory; layers in tiles only where nothing does.
+        """The fastest plans that fit a device's memory; layers in tiles only if nothing else fits.
 
-        With less ``patience`` fewer families are looked at beside those that led before.
+        With less ``patience`` fewer families are simulated besides those that led before.
         """
         within = self._request.limit if limit is None else limit
         result = self._whole.run(count, within, patience)
@@ -101,7 +101,7 @@ class Search:
         return result
 
     def _excess(self, result: Result, limit: int) -> float:
-        """How many times too large the nearest is of what does not fit."""
+        """If nothing fits: how many times too large the nearest plan is."""
         if result.smallest is None:
             return math.inf
         lacking = overflows(result.smallest.estimate.memory, self._request, limit)
@@ -109,7 +109,7 @@ class Search:
 
 
 class Space:
-    """All plans with layers as they are, or with layers in tiles."""
+    """All plans with layers as they are, or all plans with layers in tiles."""
 
     def __init__(
         self, request: Request, *, tile_numel: int, progress: Callable[[int], None]
@@ -121,32 +121,32 @@ class Space:
         self._tile_numel = tile_numel
         self._bases: list[tuple[Plan, Batch]] = []
         self._placed: dict[tuple[int, Placement], tuple[Plan, Memory]] = {}
-        """By the index of a base: it with its states on tiers, and what that needs."""
+        """By the index of a base: the plan with its states on tiers, and the memory it needs."""
         self._known: dict[tuple[int, Placement], Family] = {}
         self._leaders: list[tuple[Plan, Batch]] = []
-        """What was best in the last run, here or in a space that this one follows."""
+        """The best of the last run, here or in a space that this one follows."""
         self._num_plans = 0
         self._smallest: tuple[float, Plan, Batch] | None = None
-        """What comes nearest to fitting: how many times too large it is, and for which batch."""
+        """What comes nearest to fitting: how many times too large, which plan, which batch."""
 
     def follow(self, other: "Space") -> None:
-        """Shares with another space what does not depend on speeds, and looks first where it
-        found most."""
+        """Share with another space what does not depend on speeds, and begin with its best."""
         self._figures.follow(other._figures)
         self._bound.follow(other._bound)
         self._bases, self._placed = other._bases, other._placed
         self._leaders = other._leaders
 
     def run(self, count: int, limit: int, patience: int) -> Result:
-        """Families, the likeliest first, until none can be better; then those beside the best."""
+        """Simulate families, the likeliest first, until none can be better; then the best's
+        neighbours."""
         self._num_plans, self._smallest = 0, None
         families = sorted(self.families(limit), key=lambda f: f.likely_s)
         families = self._leading(presets_first(families))
-        # What the families from each on could reach at best.
+        # For each family, the lowest bound of it and all that follow.
         bounds = list(accumulate((family.bound_s for family in reversed(families)), min))[::-1]
         seen = Seen()
         for family, bound in zip(families, bounds, strict=True):
-            # Behind the winner the table shows what was met on the way.
+            # The table also needs some plans behind the winner.
             ended = bound >= (1 - TOLERANCE) * seen.fastest or seen.idle >= patience
             if ended and (len(seen.best) >= count or bound > 2 * seen.fastest):
                 break
@@ -158,7 +158,7 @@ class Space:
         found = sorted(seen.best.values(), key=lambda candidate: candidate.step_s)
         found = found[: max(count, LEAST_FULL)]
         full = rank([evaluate(self._request, c.plan, c.batch) for c in found])[:count]
-        # Of the full run: the order came from short models, which are not exact.
+        # Compared with full simulations: the order came from short models, which are not exact.
         proven = not full or left_s >= (1 - TOLERANCE) * full[0].step_s
         smallest = None
         if not full and self._smallest is not None:
@@ -169,7 +169,7 @@ class Space:
         return next(self.families(limit), None) is not None
 
     def _leading(self, families: list[Family]) -> list[Family]:
-        """Those that led before come first, then those that were simulated: they are free."""
+        """Put those that led before first, then those already simulated, which cost nothing."""
         leaders = set(self._leaders)
 
         def rank(family: Family) -> int:
@@ -180,7 +180,7 @@ class Space:
         return sorted(families, key=rank)
 
     def _look(self, family: Family, seen: Seen, limit: int) -> None:
-        """Simulates a family; wires take memory, so that some of it may not fit."""
+        """Simulate a family; wires take memory, so some of its members may not fit."""
         fitting = (
             candidate
             for candidate in self._members(family)
@@ -188,12 +188,12 @@ class Space:
         )
         known = self._figures.num_simulated
         is_faster = seen.add(family, fitting)
-        # What was simulated before costs no patience.
+        # Families simulated before do not count.
         seen.idle = 0 if is_faster else seen.idle + (self._figures.num_simulated > known)
         self._progress(self._figures.num_simulated)
 
     def families(self, limit: int) -> Iterator[Family]:
-        """Those that fit. Of a partitioning none that moves more than another one that does."""
+        """The families that fit, except those that move more than another of their partitioning."""
         if not self._bases:
             self._bases += self._all_bases()
         choices = placements(self._request.cluster, self._request.path)
@@ -219,7 +219,7 @@ class Space:
                     self._smallest = (excess, plan, batch)
 
     def _all_bases(self) -> Iterator[tuple[Plan, Batch]]:
-        """Every partitioning with every setting of activations and cut of the batch."""
+        """Every partitioning with every setting of activations and division of the batch."""
         request = self._request
         for batch in request.cuts:
             accumulates = batch.accumulate > 1
@@ -250,8 +250,8 @@ class Space:
     def _members(self, family: Family) -> Iterator[Candidate]:
         """The wirings of a family, simulated on short models: raw hops, the leanest, the others.
 
-        Where raw hops leave next to nothing exposed, fewer bytes have nothing to gain; where the
-        leanest do not help, neither do those between.
+        Where raw hops leave almost nothing exposed, fewer bytes gain nothing; where the leanest do
+        not help, neither do those in between.
         """
         raw, *lossy = wirings(family.plan, self._topology, self._request.loss)
         first = self.candidate(raw, family.batch)
@@ -263,7 +263,7 @@ class Space:
         leanest = self.candidate(lossy[-1], family.batch)
         yield leanest
         if leanest.step_s < (1 - NEAR) * first.step_s:
-            # One state's wire at a time: what one gains hardly depends on the others.
+            # One state's wire at a time: its gain hardly depends on the others.
             for plan in lossy[:-1]:
                 if sum(_wire(plan, state) != _wire(lossy[-1], state) for state in STATES) == 1:
                     yield self.candidate(plan, family.batch)

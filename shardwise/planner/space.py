@@ -1,4 +1,4 @@
-"""The space that is searched: partitionings, wires, tiers, activations, and how a batch is cut."""
+"""The space of plans: partitionings, wires, tiers, activations, and divisions of the batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,32 +16,33 @@ STATES = ("params", "grads", "optim")
 
 
 class Loss(StrEnum):
-    """What may be lost on the wire."""
+    """What wires may lose."""
 
     NONE = "lossless"
-    """Nothing: every hop as the precision says."""
+    """Nothing: every hop keeps the dtype of the precision."""
     SAFE = "safe"
-    """What trained to within 0.3 % of the exact loss in ``benchmarks/quality.py``."""
+    """Wires that trained to within 0.3 % of the exact loss in ``benchmarks/quality.py``."""
 
 
 PARAM_WIRES = ("", "world=int8", "int8")
 GRAD_WIRES = ("", "int4,node=bf16", "int4,node=int8")
 OPTIM_WIRES = ("", "int4/delta")
-"""The formats that lose little enough: each, or one that loses more, was measured there."""
+"""The formats that lose little enough: each, or one that loses more, was measured in
+``benchmarks/quality.py``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How a rank goes through its share of a global batch."""
+    """How a rank divides its share of the global batch."""
 
     micro: int
-    """Sequences at once."""
+    """Sequences per micro-batch."""
     accumulate: int
-    """Micro-batches a step."""
+    """Micro-batches per step."""
 
 
 def batches(global_batch: int, world: int) -> list[Batch]:
-    """Every way to cut a global batch, the largest micro-batch first."""
+    """Every way to divide a global batch, the largest micro-batch first."""
     if global_batch < 1 or global_batch % world:
         raise PlanError(
             f"A global batch of {global_batch} sequences cannot be divided evenly over {world} "
@@ -53,7 +54,7 @@ def batches(global_batch: int, world: int) -> list[Batch]:
 
 @lru_cache(maxsize=8)
 def partitionings(topology: Topology, *, accumulates: bool) -> list[Plan]:
-    """Every legal (P, G, OS, keep); without accumulation G never rests, so one of each will do."""
+    """Every legal (P, G, OS, keep); without accumulation G never rests, so one spread of G does."""
     plans = legal_plans(topology)
     if accumulates:
         return plans
@@ -68,9 +69,9 @@ def partitionings(topology: Topology, *, accumulates: bool) -> list[Plan]:
 def wirings(
     plan: Plan, topology: Topology, loss: Loss, *, leanest_first: bool = False
 ) -> Iterator[Plan]:
-    """A partitioning with every combination of formats that changes something of it.
+    """A partitioning with every combination of formats that makes a difference to it.
 
-    Raw hops come first, what sends least last; or the other way round.
+    Raw hops come first and the fewest bytes last, or the other way round.
     """
     rungs = resolve(plan, topology, "")
     steps = rungs.ladder.steps
@@ -87,7 +88,7 @@ def wirings(
         :: -1 if leanest_first else 1
     ]:
         if inner_only and params == "world=int8":
-            continue  # no such hop
+            continue  # the plan has no such hop
         wired = replace(
             plan,
             params=replace(plan.params, wire=params),
@@ -99,7 +100,7 @@ def wirings(
 
 
 def leanest(plan: Plan, topology: Topology, loss: Loss) -> Plan:
-    """The wiring that sends least: no other one of the partitioning is faster on any link."""
+    """The wiring that sends least: no other of the partitioning is faster on any link."""
     return next(wirings(plan, topology, loss, leanest_first=True))
 
 
@@ -108,9 +109,9 @@ Placement = tuple[str, str, str]
 
 
 def placements(cluster: Cluster, path: str) -> list[Placement]:
-    """Where states may rest, the least moved first."""
+    """Where states may rest, beginning with the least that leaves the device."""
     tiers = ["device", *_tiers_beside(cluster, path)]
-    # Where nobody knows how fast a host updates, OS stays on the device: an unknown is not zero.
+    # If the host's update rate is unknown, OS stays on the device: an unknown is not zero.
     host = cluster.host
     updates = not cluster.device.is_accelerator or (host is not None and host.update is not None)
     depth = {tier: index for index, tier in enumerate(("device", "cpu", "nvme"))}
@@ -119,15 +120,15 @@ def placements(cluster: Cluster, path: str) -> list[Placement]:
         for params in tiers
         for grads in tiers
         for optim in (tiers if updates else tiers[:1])
-        # OS is the largest and used once a step; P is used twice a pass: it leaves last, unless
-        # OS must stay.
+        # OS is the largest and is used once per step, P is used twice per micro-batch: it leaves
+        # the device last, unless OS must stay.
         if not updates or depth[params] <= depth[grads] <= depth[optim]
     ]
     return sorted(found, key=lambda place: sum(depth[tier] for tier in place))
 
 
 def moved_further(one: Placement, other: Placement) -> bool:
-    """Whether a placement moves all that another one moves, and more."""
+    """Whether a placement moves everything that another moves, and more."""
     depth = {"device": 0, "cpu": 1, "nvme": 2}
     pairs = [(depth[a], depth[b]) for a, b in zip(one, other, strict=True)]
     return one != other and all(a >= b for a, b in pairs)
@@ -144,20 +145,20 @@ def placed(plan: Plan, placement: Placement, path: str) -> Plan:
 
 
 def activation_settings(cluster: Cluster, path: str) -> list[str]:
-    """What may become of activations, the fastest first."""
+    """The possible settings of activations, the fastest first."""
     return ["keep", "recompute", *_tiers_beside(cluster, path)]
 
 
 def _tiers_beside(cluster: Cluster, path: str) -> list[str]:
-    """The tiers that a cluster has beside its devices' memory, the nearest first: host memory of
-    its own, and a disk with a path to it."""
+    """The tiers of a cluster besides its devices' memory, the nearest first: separate host memory,
+    and a disk if there is a path to it."""
     accelerated = cluster.device.is_accelerator
     if accelerated and cluster.host is None:
-        return []  # what a disk has comes through host memory as well
+        return []  # disks are read and written through host memory
     found = ["cpu"] if accelerated else []
     return [*found, "nvme"] if cluster.disk is not None and path else found
 
 
 def mixed(dtype: str) -> Precision:
-    """Computing and reducing in a dtype, updating in float32."""
+    """A precision that computes and reduces in a dtype and updates in float32."""
     return Precision(compute=dtype, reduce=dtype, master="float32")

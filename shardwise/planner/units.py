@@ -1,4 +1,4 @@
-"""Choices for single units, where they pay: after the best plan for all of them was found."""
+"""Overrides for single units, made after the search for a plan for all units, where they pay."""
 
 from dataclasses import replace
 
@@ -9,11 +9,11 @@ from shardwise.plans.validate import violations
 
 STATES = ("params", "grads", "optim")
 WORTH = 0.005
-"""A choice that gains less of a step is not worth another line in the plan."""
+"""An override that gains less of a step is not worth another line in the plan."""
 
 
 def refine(request: Request, candidate: Candidate) -> Candidate:
-    """The same plan with exceptions for some units, if these make it faster and still fit."""
+    """The same plan with overrides for some units, if it is faster with them and still fits."""
     for better in (_resident, _replicated):
         found = better(request, candidate)
         if found is not None and found.step_s < (1 - WORTH) * candidate.step_s:
@@ -22,7 +22,7 @@ def refine(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _resident(request: Request, candidate: Candidate) -> Candidate | None:
-    """Where states rest on a tier: as many units as fit stay on the device."""
+    """If states rest on a tier: the plan with as many units as fit on the device."""
     plan = candidate.plan
     if all(getattr(plan, state).tier == "device" for state in STATES):
         return None
@@ -46,7 +46,8 @@ def _resident(request: Request, candidate: Candidate) -> Candidate | None:
 
 
 def _replicated(request: Request, candidate: Candidate) -> Candidate | None:
-    """Small units (the root, mostly) rest in full: their gathers cost latency, not bytes."""
+    """The plan with small units (mostly the root) in full on every rank: their gathers cost
+    latency, not bytes."""
     plan, topology = candidate.plan, request.cluster.topology
     if plan.params.spread == "none" or plan.params.tier != "device":
         return None

@@ -1,4 +1,4 @@
-"""Models that are known by name, and a way to write down any other: see ``builtin``."""
+"""Models known by name, and a form for models of any other shape: see ``builtin``."""
 
 import difflib
 
@@ -16,7 +16,7 @@ _GPT = {  # layers, width, heads, vocabulary, context
     "gpt-medium": (24, 1024, 16, BYTE_VOCAB, 1024),
     "gpt-large": (36, 1280, 20, BYTE_VOCAB, 1024),
     "gpt-xl": (48, 1600, 25, BYTE_VOCAB, 1024),
-    # GPT-3's (arXiv:2005.14165, table 2.1), with heads and widths that divide each other
+    # those of GPT-3 (arXiv:2005.14165, table 2.1), with widths that are multiples of the heads
     "gpt-125m": (12, 768, 12, GPT_VOCAB, 2048),
     "gpt-350m": (24, 1024, 16, GPT_VOCAB, 2048),
     "gpt-760m": (24, 1536, 16, GPT_VOCAB, 2048),
@@ -48,15 +48,15 @@ _OPTIONAL = {
 
 
 def is_builtin(name: str) -> bool:
-    """Whether a name is one of these, or such a form; its values may still be wrong."""
+    """Whether a name is built in or such a form; the values of a form may still be wrong."""
     return name in NAMES or name.partition(":")[0] in _OPTIONAL
 
 
 def builtin(name: str) -> Transformer:
-    """The model of a name: ``gpt-mini``, ``llama3-8b``, or ``gpt:layers=40,width=6144,heads=32``.
+    """A model by name: ``gpt-mini``, ``llama3-8b``, or ``gpt:layers=40,width=6144,heads=32``.
 
-    Such a form takes ``vocab``, ``ffn`` (between a block's two linear layers), ``seq`` (the longest
-    sequence), ``tied`` (0 or 1), and of ``llama`` also ``kv_heads``.
+    Such a form also takes ``vocab``, ``ffn`` (the width between a block's two linear layers),
+    ``seq`` (the longest sequence), ``tied`` (0 or 1), and with ``llama`` ``kv_heads``.
 
     >>> round(builtin("gpt:layers=128,width=25600,heads=200,seq=1024").numel / 1e12, 2)
     1.01
@@ -74,7 +74,7 @@ def builtin(name: str) -> Transformer:
         )
     raise PlanError(
         f"There is no model '{name}'; {_nearest(name, NAMES)}use one of {', '.join(NAMES)}, a form "
-        "such as gpt:layers=40,width=6144,heads=32, or transformers:gpt2 or a config.json's path."
+        "like gpt:layers=40,width=6144,heads=32, transformers:gpt2, or the path of a config.json."
     )
 
 
@@ -115,7 +115,7 @@ def _llama(
     seq: int = 4096,
     tied: int = 0,
 ) -> Transformer:
-    # Llama's own rule: two thirds of 4 * width, up to a multiple of 256.
+    # Llama's own rule: two thirds of 4 * width, rounded up to a multiple of 256.
     usual = -(-(8 * width // 3) // 256) * 256
     return Transformer(
         name=name,

@@ -1,4 +1,4 @@
-"""What a planner knows of a model: its units, and what a micro-batch computes and saves."""
+"""What the planner knows of a model: its units, and what a micro-batch computes and saves."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -9,30 +9,30 @@ from shardwise.core.work import Work
 from shardwise.plans.plan import Plan
 
 Run = Callable[[Any, int, int], Any]
-"""Runs a module's forward with its loss: (module, sequences, tokens a sequence)."""
+"""Runs a module's forward with its loss: (module, sequences, tokens per sequence)."""
 
 
 @runtime_checkable
 class Facts(Protocol):
-    """A model as the planner sees it: told of a real module, or by formulas."""
+    """A model as the planner sees it: from a real module, or from formulas."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def numel(self) -> int:
-        """Parameters; tied ones count once."""
+        """Number of parameters; tied ones count once."""
         ...
 
     def spec(self, plan: Plan, topology: Topology) -> ModelSpec:
-        """The units as the runtime would make them, tiles included."""
+        """The units that the runtime would make, including tiles."""
         ...
 
     def work(
         self, micro_batch: int, seq: int, plan: Plan, topology: Topology | None = None
     ) -> Work:
-        """One micro-batch of a rank in the plan's compute dtype.
+        """The work of one micro-batch on a rank, in the plan's compute dtype.
 
-        Without a topology, every spread of the plan is taken to cut, as on two ranks or more.
+        Without a topology, every spread of the plan is assumed to cut, as on two ranks or more.
         """
         ...

@@ -1,8 +1,8 @@
-"""Plans as TOML files: written short, read strictly, every mistake a sentence with its remedy.
+"""Plans as TOML files. Every key is checked, and every mistake is a sentence with a remedy.
 
-A file holds the fields of a Plan; ``preset = "zero3"`` starts from a preset instead of the
-defaults. Values that no topology could make legal are refused here, so that the sentence can name
-the file; the rest waits for ``validate.check``.
+A file has the fields of a Plan; ``preset = "zero3"`` starts from a preset instead of the defaults.
+Values that are illegal on every topology are refused here, so that the sentence can name the file;
+``validate.check`` checks the rest.
 """
 
 import os
@@ -25,13 +25,13 @@ STATES = ("params", "grads", "optim")
 
 
 class _Table(BaseModel):
-    """A table of the file: no conversions, no unknown keys; None is a key that is absent."""
+    """Base of every table: no conversions, no unknown keys; None: the key is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StateTable(_Table):
-    """``[params]``, ``[grads]`` or ``[optim]``; what is absent is the preset's."""
+    """``[params]``, ``[grads]`` or ``[optim]``; absent keys are those of the preset."""
 
     spread: str | None = None
     wire: str | None = None
@@ -103,11 +103,11 @@ TABLES: dict[str, type[_Table]] = {
     "tiling": TilingTable,
     "overrides": OverrideTable,
 }
-"""The tables by the key that opens them."""
+"""The tables by their keys."""
 
 
 def load_plan(source: Plan | str | os.PathLike[str]) -> Plan:
-    """A plan from itself, from a preset's name, or from the path of a .toml file.
+    """A plan by a preset's name or the path of a .toml file; a Plan as it is.
 
     >>> load_plan("zero1").optim.spread
     'world'
@@ -116,7 +116,7 @@ def load_plan(source: Plan | str | os.PathLike[str]) -> Plan:
         return source
     if not isinstance(source, str | os.PathLike):
         raise PlanError(
-            f"A plan is a Plan, a preset's name or the path of a .toml file, not {source!r}; "
+            f"plan must be a Plan, a preset's name or the path of a .toml file, not {source!r}; "
             "presets are called, as in presets.zero3()."
         )
     if isinstance(source, str):
@@ -137,12 +137,12 @@ def load_plan(source: Plan | str | os.PathLike[str]) -> Plan:
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"Plan file {path} cannot be read ({reason}); repair it.") from None
+        raise PlanError(f"Plan file {path} cannot be read ({reason}); correct it.") from None
     return parse_plan(text, origin=str(path))
 
 
 def parse_plan(text: str, *, origin: str = "plan.toml") -> Plan:
-    """A plan from the text of a plan file; ``origin`` is what errors call the file.
+    """A plan from the text of a plan file; ``origin`` is the file's name in errors.
 
     >>> parse_plan('preset = "zero3"\\nkeep = "node"').keep
     'node'
@@ -168,7 +168,7 @@ def parse_plan(text: str, *, origin: str = "plan.toml") -> Plan:
 
 
 def dump_plan(plan: Plan) -> str:
-    """A plan as TOML: its three spreads, and whatever differs from the defaults.
+    """A plan as TOML: its three spreads, and everything that differs from the defaults.
 
     >>> print(dump_plan(Plan(name="mine", optim=StatePlan(spread="world"), prefetch=2)))
     name = "mine"
@@ -194,9 +194,9 @@ def dump_plan(plan: Plan) -> str:
 
 
 def _plain(value: Any, *, inherits: bool = False) -> Any:
-    """A field's value in TOML's types; what says nothing is left out.
+    """A field's value in TOML's types; values that make no difference are omitted.
 
-    A raw wire says nothing, except in an override, where an absent one ``inherits`` the plan's.
+    So is a raw wire, except in an override, where an absent one ``inherits`` the plan's.
     """
     if isinstance(value, tuple):
         return [_plain(item, inherits=isinstance(item, Override)) for item in value]
@@ -212,7 +212,7 @@ def _plain(value: Any, *, inherits: bool = False) -> Any:
 
 
 def _apply(table: PlanTable, base: Plan) -> Plan:
-    """``base`` with what the file says."""
+    """``base`` with the changes of the file."""
     changes: dict[str, Any] = {
         name: value
         for name in ("name", "keep", "keep_until", "activations", "prefetch", "min_unit_numel")
@@ -247,7 +247,7 @@ def _tiers(table: TiersTable) -> dict[str, Any]:
 
 
 def _states(table: PlanTable | OverrideTable, base: Plan) -> dict[str, StatePlan]:
-    """The states that a table changes; what it leaves out stays as in ``base``."""
+    """The states that a table changes; keys that it omits stay as in ``base``."""
     return {
         name: replace(getattr(base, name), **state.model_dump(exclude_none=True))
         for name in STATES
@@ -261,11 +261,11 @@ _WANTED = {
     "list_type": "an array",
     "model_type": "a table",
 }
-"""What pydantic missed, by its name for the error."""
+"""What the key must be, by pydantic's name of the error."""
 
 
 def _sentences(error: ValidationError, origin: str) -> list[str]:
-    """One sentence for each mistake: the file, the key, and what to do."""
+    """One sentence per mistake: the file, the key, and what to do."""
     found = []
     for item in error.errors(include_url=False):
         key = _key(item["loc"])
@@ -291,7 +291,7 @@ def _key(loc: tuple[int | str, ...]) -> str:
 
 
 def _nearest_key(loc: tuple[int | str, ...]) -> str:
-    """A hint for an unknown key: a near name in its table, or the table where the name lives."""
+    """A hint for an unknown key: a similar one of its table, or the table that has this name."""
     name = str(loc[-1])
     opened = [part for part in loc[:-1] if isinstance(part, str)]
     known = list(TABLES[opened[-1] if opened else ""].model_fields)

@@ -1,7 +1,7 @@
-"""How many bytes each rank needs under a plan: one small function a term.
+"""How many bytes each rank needs under a plan: one small function per term.
 
-Counts what the runtime allocates for states and transfers; activations are the model's own.
-``parts[x]`` is the number of parts on the rung of x, ``numel`` a flat's padded size.
+These terms are what the runtime allocates for states and transfers; activations depend on the
+model. ``parts[x]`` is the number of shards on the rung of x, ``numel`` a flat's padded size.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ from shardwise.plans.schedule import outer_step
 from shardwise.plans.updates import OPTIM_WORDS
 
 WRITES_IN_FLIGHT_BYTES = 1 << 26
-"""What may be on its way to a disk at once; a single larger write may always go."""
+"""Limit of all writes to a disk in flight; a single larger write is always allowed."""
 DISK_SCRATCH_BYTES = 32 << 20
-"""Memory of the disk's threads for what does not begin or end on a page: four blocks of 8 MiB
+"""Memory of the disk's threads for data that does not begin or end on a page: four blocks of 8 MiB
 (``tier/aio.py``)."""
 
 HOLES = 8
-"""One part of so many of the optimizer states: the holes that malloc leaves between them."""
+"""Malloc's gaps between optimizer states take 1/HOLES of their memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,51 +32,51 @@ class Memory:
     """Bytes of each term on one rank."""
 
     params: int
-    """sum over flats: numel / parts[P] * bytes(compute). This and the other states count here
-    only where they rest on the device."""
+    """sum over flats: numel / parts[P] * bytes(compute). States count here only if they rest on
+    the device."""
     kept: int
     """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
     gathered: int
     """root in full + buffers for inner units in full, in the compute dtype: prefetch + 1 of each
-    size that occurs; only units with P > rung 0, and inner ones only if not kept in full."""
+    size; only for units with P > rung 0, and inner ones only if they are not kept in full."""
     grads: int
-    """sum over trained flats: numel / parts[OS] * bytes(master), and, where accumulation rests on
+    """sum over trained flats: numel / parts[OS] * bytes(master), and, if accumulation rests on
     another rung, numel / parts[G] * bytes(master)."""
     grad_buffers: int
-    """trained flats in full * bytes(reduce): root's, which fills during the whole backward, and
-    two of each size of inner units: one filled by backward while the other travels."""
+    """trained flats in full * bytes(reduce): those of root, which fill during the whole backward,
+    and two of each size of inner units: backward fills one while the other travels."""
     optim: int
     """sum over trained flats: (optim_words + 1 if there is a master copy) * numel / parts[OS]
     * bytes(master)."""
     staging: int = 0
-    """Buffers between memory and a disk. P: parts that are fetched ahead. G: a unit's part while
-    it is summed. OS: two windows of everything that the update touches, and of states while the
-    optimizer makes them. And writes under way, and the disk's threads' own. Beside accelerators
-    these are the host's, and count in ``cpu``."""
+    """Buffers between memory and a disk. P: shards that are read ahead. G: a unit's shard while it
+    is summed. OS: two windows of everything that the update touches, and states while the optimizer
+    creates them. Also writes in flight, and memory of the disk's threads. With accelerators these
+    are in host memory, and count in ``cpu``."""
     wires: int = 0
-    """What wire formats need: payloads and chunks on their way, and what error feedback keeps:
+    """For wire formats: payloads and chunks in flight, and what error feedback keeps:
     (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
     activations: int = 0
-    """What forward saves for backward, as far as it stays in the device's memory."""
+    """What forward saves for backward and keeps in the device's memory."""
 
     cpu: int = 0
-    """What is in the memory of a host beside accelerators; none of ``total``."""
+    """Host memory, if the device is an accelerator; not in ``total``."""
     nvme: int = 0
-    """States and activations that rest on the disk; none of ``total``."""
+    """States and activations that rest on the disk; not in ``total``."""
 
     allowance: int = 0
-    """What no plan controls: the largest unit's gradients while autograd makes them, a quarter of
-    the activations for their gradients and other temporaries of backward, and an eighth of the
-    optimizer states for the holes that malloc leaves between them. Rules of thumb, within 5 % of
-    the measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024."""
+    """Memory that no plan controls: the largest unit's gradients while autograd computes them, a
+    quarter of the activations for their gradients and other temporaries of backward, and an eighth
+    of the optimizer states for malloc's gaps between them. Rules of thumb, within 5 % of the
+    measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024."""
 
     budget: int | None = None
-    """What states and buffers of the device may have together: idle buffers go before they would
-    have more."""
+    """Limit of all states and buffers of the device together: idle buffers are freed before it is
+    exceeded."""
 
     @property
     def total(self) -> int:
-        """The sum of all terms: an upper bound of what is held at once."""
+        """The sum of all terms: an upper bound of the peak."""
         states = self.params + self.grads + self.optim
         held = states + self.kept + self.gathered + self.grad_buffers + self.staging
         if self.budget is not None:
@@ -130,10 +130,10 @@ def memory(
 ) -> Memory:
     """What each rank holds in a training step.
 
-    ``optim_words`` is what the optimizer stores for an element (Adam: 2). ``accumulates`` says
-    that steps have several micro-batches under ``no_sync``. ``saved`` is what forward saves for
-    backward; without it activations do not count. ``accelerated`` devices have a memory of their
-    own: then the disk's buffers are the host's.
+    ``optim_words`` is the number of values that the optimizer stores per element (Adam: 2).
+    ``accumulates``: steps have several micro-batches under ``no_sync``. ``saved`` is what forward
+    saves for backward; without it activations do not count. ``accelerated`` devices have their own
+    memory; then the disk's buffers are in host memory.
     """
     placed = _placed(plan, model, topology)
     staging = _staging(placed, plan, optim_words)
@@ -170,7 +170,7 @@ def memory(
 
 
 def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
-    """What is kept of each unit between forward and backward."""
+    """Bytes kept between forward and backward, by unit."""
     root, *inner = _placed(plan, model, topology)
     return {root.unit.name: 0, **{placed.unit.name: _kept(placed) for placed in inner}}
 
@@ -183,7 +183,7 @@ def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[_Placed]:
 
 
 def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
-    """What is needed with activations, where a setting has them, and with their gradients."""
+    """Memory including activations, on the tier of the setting, and their gradients."""
     held = saved.held(setting)
     away = {tier: saved.movable if tier == setting else 0 for tier in ("cpu", "nvme")}
     return replace(
@@ -202,7 +202,7 @@ def _params(placed: _Placed) -> int:
 def _kept(placed: _Placed) -> int:
     rung = kept_rung(placed.rungs, placed.plan, encloses=False)
     if rung is None or not travels(placed.rungs, placed.plan):
-        return 0  # nothing but P itself
+        return 0  # nothing besides P itself
     return placed.compute_bytes(rung)
 
 
@@ -226,7 +226,7 @@ def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
         if unit.rests("params", "nvme") and unit.rungs.params > 0
     ]
     summed = [_grads(unit, False) for unit in units if unit.rests("grads", "nvme")]
-    if units[0].rungs.bottom == 0:  # one rank: piece by piece, no larger than windows
+    if units[0].rungs.bottom == 0:  # one rank: summed in pieces no larger than windows
         summed = []
     largest = max(summed, default=0)
     windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
@@ -239,7 +239,7 @@ def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
 
 
 def _made_states(placed: _Placed, window_numel: int, optim_words: int) -> int:
-    """What the optimizer makes in the first step of a window, before it goes to its place."""
+    """States that the optimizer creates in the first step of a window, before they are moved."""
     if not placed.rests("optim", "nvme"):
         return 0
     numels = (placed.part_numel(f, placed.rungs.optim) for f in trained_flats(placed.unit))
@@ -247,7 +247,7 @@ def _made_states(placed: _Placed, window_numel: int, optim_words: int) -> int:
 
 
 def _window(placed: _Placed, window_numel: int, optim_words: int) -> int:
-    """What the update of one window holds of what rests on the disk."""
+    """Buffers of one window for all states that rest on the disk."""
     largest = 0
     for flat in trained_flats(placed.unit):
         numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
@@ -261,7 +261,7 @@ def _window(placed: _Placed, window_numel: int, optim_words: int) -> int:
 
 
 def _pooled(sizes: list[int], at_once: int) -> int:
-    """What a pool holds that lends at most ``at_once`` buffers of each size."""
+    """Bytes of a pool that lends at most ``at_once`` buffers of each size."""
     return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
 
 
@@ -305,7 +305,7 @@ def _optim(placed: _Placed, optim_words: int) -> int:
 
 
 def _climbs(units: list[_Placed]) -> int:
-    """The longest payload of a gather and of a refresh, and the longest difference."""
+    """The largest payload of a gather and of a refresh, and the largest difference."""
     payloads: dict[str, list[int]] = {"params": [0], "optim": [0]}
     differences = [0]
     for unit in units:
@@ -327,7 +327,7 @@ def _climbs(units: list[_Placed]) -> int:
 
 
 def _spread(placed: _Placed) -> int:
-    """The longest payload of sums on their way back to replicas, where they are not sent raw."""
+    """The largest payload of sums on the way back to replicas, unless they are sent raw."""
     rungs, wire = placed.rungs, placed.plan.grads.wire
     payloads = [0]
     for flat in trained_flats(placed.unit):
@@ -341,7 +341,7 @@ def _spread(placed: _Placed) -> int:
 
 
 def _reductions(units: list[_Placed], accumulates: bool) -> int:
-    """Chunks of the longest encoded reduction: sums in float32, and payloads of their hops."""
+    """Chunks of the largest encoded reduction: sums in float32, and payloads of their hops."""
     needed = [0]
     for unit in units:
         rungs = unit.rungs
@@ -368,7 +368,7 @@ def _reductions(units: list[_Placed], accumulates: bool) -> int:
 
 
 def _residuals(placed: _Placed) -> int:
-    """What error feedback keeps of every trained flat."""
+    """Bytes that error feedback keeps for every trained flat."""
     total = 0
     for step in [step for step in placed.rungs.ladder.steps if step.size > 1][-1:]:
         for flat in trained_flats(placed.unit):

@@ -203,7 +203,7 @@ class Issuer(Holdings):
         return issue
 
     def update_early(self, unit: int) -> list[Op]:
-        """Backward updates a unit: see [Note: Update in backward] in ``runtime/backward.py``."""
+        """Backward updates a unit: see [Note: Update in backward] in ``runtime/early.py``."""
         return [op for op in self.units[unit].ops.update() if op.kind is Kind.UPDATE]
 
     def step(self, *, updated: Iterable[int] = ()) -> list[Issue]:

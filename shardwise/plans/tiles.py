@@ -1,4 +1,4 @@
-"""Where matrices are cut into tiles."""
+"""Which matrices are cut into tiles, and where."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ TWO_RANKS = Topology.parse("world=2")
 
 
 def tile_rows(rows: int, width: int, numel: int) -> list[range]:
-    """The rows of a matrix in tiles of about equal height, none of more than ``numel`` elements.
+    """The rows of a matrix, cut into tiles of about equal height with at most ``numel`` elements.
 
     >>> tile_rows(10, 4, 16)
     [range(0, 4), range(4, 8), range(8, 10)]
@@ -22,17 +22,17 @@ def tile_rows(rows: int, width: int, numel: int) -> list[range]:
 
 
 def may_cut(plan: Plan, topology: Topology) -> bool:
-    """Whether a plan has tiles at all; an illegal one is refused elsewhere, in more words."""
+    """Whether a plan has tiles at all; illegal plans are refused elsewhere."""
     return bool(plan.tiling.numel) and not violations(plan, topology)
 
 
 def cuts(plan: Plan, topology: Topology, unit: str) -> bool:
-    """Whether a unit's matrices may be cut: only what comes and goes gains by it."""
+    """Whether a unit's matrices may be cut: only parameters that are gathered gain by it."""
     return travels(resolve(plan, topology, unit), plan.for_unit(unit))
 
 
 def on_two_ranks(plan: Plan) -> Plan:
-    """The plan as it is on two ranks, which tell what is spread from what is not, and no more."""
+    """The plan for two ranks, with each state either replicated or sharded."""
 
     def on_two(params: StatePlan) -> StatePlan:
         spread = "none" if params.spread == "none" else "world"

@@ -1,9 +1,9 @@
 """Which plans are legal: every violation as a sentence, and the list of all legal plans.
 
 [Note: Legal plans]
-The factors of keep, P, G and OS form one chain of divisors, so that one ladder carries them all:
-keep is no finer than P, P and G are no finer than OS, and of P and G (and of keep and G) one
-divides the other. Equal factors are legal: a plan written for many nodes also runs on one rank.
+The numbers of shards of keep, P, G and OS form one chain of divisors, so that one ladder has a rung
+for each: keep is no finer than P, P and G are no finer than OS, and of P and G (and of keep and G)
+one divides the other. Equal numbers are legal: a plan for many nodes also runs on one rank.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ from shardwise.plans.plan import (
 )
 
 WINDOW_GRAIN = 1 << 12
-"""Elements: at least a page of a disk, whatever the dtype."""
+"""Elements: in every dtype at least one page of a disk."""
 STEP_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that a step can compute, reduce and update in."""
 
 
 def check(plan: Plan, topology: Topology, model: ModelSpec | None = None) -> None:
-    """Raises one PlanError that lists every violation; see ``violations``."""
+    """Raise one PlanError that lists every violation; see ``violations``."""
     found = violations(plan, topology, model)
     if not found:
         return
@@ -47,14 +47,14 @@ def check(plan: Plan, topology: Topology, model: ModelSpec | None = None) -> Non
 def violations(plan: Plan, topology: Topology, model: ModelSpec | None = None) -> list[str]:
     """Everything that makes a plan illegal on a topology, each a sentence with a remedy.
 
-    With a model, patterns must match its units and overrides are checked as its units meet them.
+    With a model, patterns must match its units, and overrides are checked for the units they match.
 
     >>> from shardwise.plans.presets import zero3
     >>> violations(zero3(keep="node"), Topology.parse("node=2,world=2"))
     []
     """
     found = value_violations(plan)
-    readable = not found  # what a wire's text means is asked only if it means something
+    readable = not found  # wires are checked further only if they can be parsed
     for where, resolved in _cases(plan, model):
         sentences = _space_violations(resolved, topology)
         if readable:
@@ -68,7 +68,7 @@ def violations(plan: Plan, topology: Topology, model: ModelSpec | None = None) -
 
 
 def value_violations(plan: Plan) -> list[str]:
-    """The violations that need no topology: words, numbers and patterns."""
+    """The violations that do not depend on a topology: words, numbers and patterns."""
     return [
         *_keep_until(plan),
         *_precision(plan),
@@ -80,7 +80,7 @@ def value_violations(plan: Plan) -> list[str]:
 
 
 def spreads(topology: Topology) -> dict[int, str]:
-    """Every spread of a topology by its number of parts, ascending.
+    """Every spread of a topology by its number of shards, ascending.
 
     >>> spreads(Topology.parse("node=4,world=2"))
     {1: 'none', 2: 'node:2', 4: 'node', 8: 'world'}
@@ -95,7 +95,7 @@ def spreads(topology: Topology) -> dict[int, str]:
 
 
 def legal_plans(topology: Topology) -> list[Plan]:
-    """Every legal combination of P, G, OS and keep on a topology, without doublets.
+    """Every legal combination of P, G, OS and keep on a topology, without duplicates.
 
     >>> [plan.name for plan in legal_plans(Topology.parse("world=1"))]
     ['P=none G=none OS=none keep=none']
@@ -120,7 +120,7 @@ def legal_plans(topology: Topology) -> list[Plan]:
 
 
 def _cases(plan: Plan, model: ModelSpec | None) -> Iterator[tuple[str, Plan]]:
-    """The plan itself, then as overrides change it, each with the words that say where."""
+    """The plan itself, then as overrides change it, each with the words that name its units."""
     yield "", plan
     if model is None:
         for index, override in enumerate(plan.overrides):
@@ -139,7 +139,7 @@ def _cases(plan: Plan, model: ModelSpec | None) -> Iterator[tuple[str, Plan]]:
 
 
 def _space_violations(plan: Plan, topology: Topology) -> list[str]:
-    """What breaks [Note: Legal plans] on a topology."""
+    """Violations of [Note: Legal plans] on a topology."""
     words = {
         "params.spread": plan.params.spread,
         "grads.spread": plan.grads.spread,
@@ -158,12 +158,12 @@ def _space_violations(plan: Plan, topology: Topology) -> list[str]:
             continue
         if factors[key] not in legal:
             found.append(
-                f"{key} '{spread}' ({factors.pop(key)} parts) leaves a level before it is filled; "
-                f"use {' or '.join(legal.values())}."
+                f"{key} '{spread}' ({factors.pop(key)} shards) continues beyond a level that it "
+                f"does not fill; use {' or '.join(legal.values())}."
             )
 
     def parts(key: str) -> str:
-        return f"{key} '{words.get(key, plan.keep)}' ({factors[key]} parts)"
+        return f"{key} '{words.get(key, plan.keep)}' ({factors[key]} shards)"
 
     for finer, coarser in _MULTIPLES:
         if finer in factors and coarser in factors and factors[finer] % factors[coarser]:
@@ -179,7 +179,7 @@ def _space_violations(plan: Plan, topology: Topology) -> list[str]:
             low, high = sorted((factors[one], factors[other]))
             if high % low:
                 found.append(
-                    f"{parts(one)} and {parts(other)} must divide one another; "
+                    f"{parts(one)} must divide {parts(other)}, or the reverse; "
                     f"use the same spread for both, or fill the level with one of them."
                 )
     return found
@@ -190,10 +190,10 @@ _MULTIPLES = (
     ("optim.spread", "grads.spread"),
     ("params.spread", "keep"),
 )
-"""Pairs of which the first must be a multiple of the second."""
+"""Pairs whose first must be a multiple of the second."""
 
 _COMPARABLE = (("params.spread", "grads.spread"), ("grads.spread", "keep"))
-"""Pairs of which either must be a multiple of the other."""
+"""Pairs in which one must be a multiple of the other."""
 
 
 def _keep_until(plan: Plan) -> list[str]:
@@ -202,7 +202,7 @@ def _keep_until(plan: Plan) -> list[str]:
     keeps = [plan.keep, *(override.keep or "none" for override in plan.overrides)]
     if plan.keep_until == "step" and set(keeps) == {"none"}:
         sentence = (
-            "keep_until 'step' has nothing to keep because keep is 'none'; "
+            "keep_until is 'step', but there is nothing to keep because keep is 'none'; "
             "set keep to a spread or to full, or keep_until to backward."
         )
         return [sentence]
@@ -217,12 +217,12 @@ def _precision(plan: Plan) -> list[str]:
     for name, dtype in chosen.items():
         if dtype not in STEP_DTYPES:
             hint = _nearest(dtype, STEP_DTYPES) or f"use one of {', '.join(STEP_DTYPES)}."
-            found.append(f"precision.{name} '{dtype}' is no dtype that a step can use; {hint}")
+            found.append(f"precision.{name} '{dtype}' is not a dtype that a step can use; {hint}")
     compute, master = chosen.get("compute"), chosen.get("master")
     if not found and compute and master and DTYPE_BYTES[master] < DTYPE_BYTES[compute]:
         found.append(
-            f"precision.master '{master}' is narrower than precision.compute '{compute}', so that "
-            "the optimizer would round what forward needs; use at least as wide a master."
+            f"precision.master '{master}' is narrower than precision.compute '{compute}', so the "
+            "optimizer would round the parameters; use a master that is at least as wide."
         )
     return found
 
@@ -237,7 +237,7 @@ def _states(plan: Plan) -> Iterator[tuple[str, StatePlan]]:
 
 
 def _tiers(plan: Plan) -> list[str]:
-    """Tiers that do not exist, and budgets that hold nothing."""
+    """Unknown tiers, and budgets that are not positive."""
     found = []
     for name, state in _states(plan):
         if state.tier not in TIERS:
@@ -249,11 +249,11 @@ def _tiers(plan: Plan) -> list[str]:
     for key in ("device_bytes", "cpu_bytes", "nvme_bytes"):
         budget = getattr(plan.tiers, key)
         if budget is not None and budget <= 0:
-            found.append(f"tiers.{key} is {budget}; use a positive number, or leave it away.")
+            found.append(f"tiers.{key} is {budget}; use a positive number, or omit it.")
     if plan.tiers.window_numel < WINDOW_GRAIN or plan.tiers.window_numel % WINDOW_GRAIN:
         found.append(
             f"tiers.window_numel is {plan.tiers.window_numel}; use a multiple of {WINDOW_GRAIN}, "
-            "so that windows begin on whole blocks of a disk."
+            "so that windows begin on block boundaries of a disk."
         )
     if plan.tiers.update not in UPDATES:
         hint = _nearest(plan.tiers.update, UPDATES) or f"use {' or '.join(UPDATES)}."
@@ -261,13 +261,13 @@ def _tiers(plan: Plan) -> list[str]:
     elif plan.tiers.update != "step" and not plan.streams_updates():
         found.append(
             f"tiers.update is '{plan.tiers.update}', but neither gradients nor optimizer states "
-            "rest on a tier; give optim.tier, or leave it away."
+            "rest on a tier; set optim.tier, or omit tiers.update."
         )
     return found
 
 
 def _wire_options(plan: Plan) -> list[str]:
-    """Formats that cannot be read, and options on a state that they mean nothing to."""
+    """Formats that cannot be parsed, and options that do not apply to the state."""
     found = []
     for name, state in _states(plan):
         try:
@@ -278,19 +278,19 @@ def _wire_options(plan: Plan) -> list[str]:
         for format in formats:
             if format.feedback and name != "grads":
                 found.append(
-                    f"{name}.wire '{state.wire}' has error feedback, which only gradients have; "
-                    "use it in grads.wire, or leave it away."
+                    f"{name}.wire '{state.wire}' has error feedback, which only gradients can "
+                    "have; use it in grads.wire, or omit it."
                 )
             if format.delta and name != "optim":
                 found.append(
-                    f"{name}.wire '{state.wire}' sends differences, which only the refresh has; "
-                    "use delta in optim.wire, or leave it away."
+                    f"{name}.wire '{state.wire}' sends differences, which only the refresh can "
+                    "send; use delta in optim.wire, or omit it."
                 )
     return found
 
 
 def _wire_violations(plan: Plan, topology: Topology) -> list[str]:
-    """Wires that name no level, and options on hops that cannot have them."""
+    """Wires that name no level, and options on hops where they are impossible."""
     found = []
     levels = [level.name for level in topology.levels]
     for name in ("params", "grads", "optim"):
@@ -308,14 +308,14 @@ def _wire_violations(plan: Plan, topology: Topology) -> list[str]:
     if feedback:
         found.append(
             f"grads.wire '{plan.grads.wire}' has error feedback on level {feedback[0]}, where it "
-            "would need memory for whole gradients; "
+            "would need memory for full gradients; "
             f"use it on the outermost level ({levels[-1]}) only."
         )
     return found
 
 
 def _delta_violations(plan: Plan, topology: Topology) -> list[str]:
-    """Differences can only be taken from where the refresh begins, and must go on as they are."""
+    """Deltas are computed where the refresh begins, and must be forwarded unchanged."""
     rungs = resolve(plan, topology, "")
     steps = [s for s in rungs.ladder.steps[rungs.params : rungs.optim] if s.size > 1]
     formats = [format_of(plan.optim.wire, step, "float32") for step in reversed(steps)]
@@ -323,8 +323,8 @@ def _delta_violations(plan: Plan, topology: Topology) -> list[str]:
     if not deltas or (deltas == list(range(len(deltas))) and len(set(formats[: len(deltas)])) == 1):
         return []
     return [
-        f"optim.wire '{plan.optim.wire}' sends differences on a level that gets new values from "
-        "another one; use one format with delta from the outermost level of the refresh on."
+        f"optim.wire '{plan.optim.wire}' sends differences on a level that receives its values "
+        "from another; use one format with delta from the outermost level of the refresh inwards."
     ]
 
 

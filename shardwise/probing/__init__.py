@@ -1,1 +1,1 @@
-"""What a cluster's links, devices, memory and disks really do, as the planner needs it."""
+"""Measures a cluster's links, devices, memory and disks for the planner."""

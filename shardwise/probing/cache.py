@@ -1,8 +1,8 @@
-"""Probes are kept in the user's cache folder, so that a cluster is measured once.
+"""Probes are stored in the user's cache folder, so that a cluster is measured once.
 
-A file's name is a fingerprint of what the figures depend on: hosts, devices, cores, threads,
-levels, torch, dtype and path. Rank 0 reads and writes, and all ranks get what it has. What no name
-can tell (how fast links are today, how much memory is free) is asked again, see ``recheck.py``.
+A file's name is a fingerprint of everything that the figures depend on: hosts, devices, cores,
+threads, levels, torch, dtype and path. Rank 0 reads and writes, and broadcasts what it read. What
+changes by the hour (the speed of links, free memory) is checked every time, see ``recheck.py``.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from shardwise.probing.scope import check_dtype
 
 _log = logging.getLogger("shardwise")
 FORM = 3
-"""Of what a probe measures, and how: another one is not used any more."""
+"""Version of what a probe measures, and how: probes of other versions are not used."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -41,7 +41,7 @@ def cached_probe(
     progress: Progress | None = None,
     quick: bool = False,
 ) -> Cluster:
-    """The probe of this cluster: a stored one, or else a new one, which is stored; collective."""
+    """The stored probe of this cluster, otherwise a new one, which is stored; collective."""
     check_dtype(dtype)
     file = _file(levels, dtype, path, quick)
     place = find_place(levels, probed_device())
@@ -63,10 +63,10 @@ def cached_probe(
 def _sentence(changed: dict[str, float]) -> str:
     """
     >>> _sentence({"world": 4.0})
-    'Hops on level world take 4 times what the stored probe says: the cluster is probed again.'
+    'Hops on level world take 4 times as long as in the stored probe: probing the cluster again.'
     """
     levels = " and ".join(f"on level {name} take {times:.2g}" for name, times in changed.items())
-    return f"Hops {levels} times what the stored probe says: the cluster is probed again."
+    return f"Hops {levels} times as long as in the stored probe: probing the cluster again."
 
 
 def fresh_probe(
@@ -77,7 +77,7 @@ def fresh_probe(
     progress: Progress | None = None,
     quick: bool = False,
 ) -> tuple[Cluster, Path | None]:
-    """A new probe, which replaces a stored one, and where it is stored; collective."""
+    """A new probe, which replaces a stored one, and the path of its file; collective."""
     check_dtype(dtype)
     file = _file(levels, dtype, path, quick)
     cluster = probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)
@@ -87,13 +87,13 @@ def fresh_probe(
 
 
 def cache_folder() -> Path:
-    """Where probes are kept: under XDG_CACHE_HOME, or ~/.cache."""
+    """The folder of stored probes: under XDG_CACHE_HOME, or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "shardwise"
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
-    """A short name for facts, whatever their order.
+    """A short name for facts that does not depend on their order.
 
     >>> fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1})
     True
@@ -105,7 +105,7 @@ def fingerprint(facts: dict[str, Any]) -> str:
 def _file(
     levels: str | Topology | None, dtype: str, path: str | os.PathLike[str] | None, quick: bool
 ) -> Path:
-    """The stored probe's file; collective."""
+    """The file of the stored probe; collective."""
     device = probed_device()
     place = find_place(levels, device)
     facts = {
@@ -121,14 +121,14 @@ def _file(
 
 
 def _ranks(place: Place, device: torch.device) -> list[Any]:
-    """What each rank runs on."""
+    """The hardware and software of each rank."""
     named = [os.environ.get(name) for name in _INTERFACES]
     mine = {
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
         "device": device_name(device),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "threads": torch.get_num_threads(),
-        # Loopback joins ranks of one host, as they are joined where no interface is named.
+        # Loopback joins ranks of one host, as happens without a named interface.
         "interfaces": [name for name in named if name not in (None, "lo")],
     }
     ranks: list[Any] = [mine] * place.world
@@ -138,7 +138,7 @@ def _ranks(place: Place, device: torch.device) -> list[Any]:
 
 
 def _read(file: Path) -> str | None:
-    """A stored probe, unless it cannot be used any more."""
+    """A stored probe; None if it cannot be used any more."""
     try:
         text = file.read_text(encoding="utf-8")
         parse_cluster(text, origin=str(file))
@@ -148,7 +148,7 @@ def _read(file: Path) -> str | None:
 
 
 def _write(file: Path, text: str) -> bool:
-    """Stores a probe as a whole or not at all; whether it did."""
+    """Store a probe as a whole or not at all; returns whether it was stored."""
     try:
         write_whole(file, text)
     except OSError as error:
@@ -158,7 +158,7 @@ def _write(file: Path, text: str) -> bool:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes a file so that nobody ever sees a part of it; makes its folder."""
+    """Write a file so that no reader ever sees a part of it; creates its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:

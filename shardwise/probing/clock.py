@@ -1,4 +1,4 @@
-"""How things are timed: by all ranks at once, several times, and the slowest rank counts."""
+"""Timing: all ranks measure at once, several times, and the slowest rank counts."""
 
 import math
 import statistics
@@ -12,29 +12,29 @@ from shardwise.core.cluster import Curve
 from shardwise.probing.scope import Effort, Scope
 
 _LONG_S = 0.25
-"""A first call that takes longer than this says enough of how long a call takes."""
+"""A first call that is shorter than this is timed again, because it ran with cold caches."""
 _MOST_CALLS = 1000
 _LEAST_S = 1e-7
 
 Points = list[tuple[float, float]]
 Lap = Callable[[int], Sequence[float]]
-"""Makes so many calls and returns the mean seconds of each of their parts."""
+"""Makes a number of calls and returns the mean seconds of each of their parts."""
 
 
 class Clock:
-    """Times calls. All ranks make the same ones, and get the same answers."""
+    """Times calls. All ranks make the same calls, and get the same results."""
 
     def __init__(self, control: Control, device: torch.device, scope: Scope) -> None:
         self._control, self._device, self._scope = control, device, scope
 
     def now(self) -> float:
-        """The time when everything that was asked of the device is done."""
+        """The time when all work submitted to the device is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over the ranks, which leave together."""
+        """Each value's maximum over the ranks; all ranks return together."""
         mine = torch.tensor(list(values), dtype=torch.float64)
         found: list[float] = self._control.highest(mine, "agreement of a probe").tolist()
         return found
@@ -47,7 +47,7 @@ class Clock:
         return found
 
     def measure(self, lap: Lap, effort: Effort | None = None) -> list[float]:
-        """Seconds of each part of a call: the median over batches of the slowest rank's."""
+        """Seconds of each part of a call on the slowest rank: the median over batches."""
         repeats, batch_s, point_s = effort or self._scope.calls
         once = sum(self.slowest(lap(1)))  # with fresh pages, cold caches and new connections
         if once < _LONG_S:
@@ -72,9 +72,9 @@ class Clock:
         return self.measure(lap)[0]
 
     def sweep(self, amounts: Iterable[int], measure: Callable[[int], tuple[float, float]]) -> Curve:
-        """The curve over amounts; ``measure`` returns what it took for the amount, and seconds.
+        """The curve over amounts; ``measure`` returns the actual amount, and seconds.
 
-        The last amount is smaller than asked for where all of it would try the patience.
+        The last amount is reduced if the whole amount would take too long.
         """
         points: Points = []
         for amount in amounts:
@@ -88,10 +88,10 @@ class Clock:
 
 
 def curve(points: Points) -> Curve:
-    """A curve of what was measured, with the digits that mean something.
+    """A curve of measured points, rounded to significant digits.
 
-    More never takes less: where it seems to, something else disturbed the smaller amount. Of an
-    amount that was measured twice (among many ranks small ones are rounded up) the less counts.
+    A larger amount never takes less time: if it seems so, the smaller one was disturbed. If an
+    amount was measured twice (many ranks round small ones up), the shorter time counts.
 
     >>> curve([(1, 0.5), (2, 0.123456), (2, 0.2), (4, 0.3)]).points
     ((1.0, 0.1235), (2.0, 0.1235), (4.0, 0.3))

@@ -1,4 +1,4 @@
-"""The passes of transformer blocks: seconds by the operations of their matrix products."""
+"""Forward and backward of transformer blocks: seconds by operations of their matrix products."""
 
 import os
 import subprocess
@@ -22,10 +22,10 @@ _MOST_BLOCKS = 16
 
 
 class Passes:
-    """Blocks one after the other, with an input and a gradient, to run forward and backward on.
+    """A sequence of blocks with an input and a gradient, for forward and backward.
 
-    So many that their weights do not stay in a cache: a model's come from memory in every pass,
-    which on CPUs takes half as long again.
+    There are enough blocks that their weights do not stay in a cache: a model's weights come from
+    memory in every pass, which takes half as long again on CPUs.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,12 +48,12 @@ class Passes:
         torch.autograd.backward(out, self._grad)
 
     def run(self) -> None:
-        """Both passes."""
+        """Run forward and backward."""
         self.backward(self.forward())
         self.forget()
 
     def forget(self) -> None:
-        """Drops the gradients, which are made anew in every step."""
+        """Drop the gradients, as every step creates new ones."""
         self._block.zero_grad(set_to_none=True)
         self._input.grad = None
 
@@ -61,10 +61,10 @@ class Passes:
 def measure_passes(
     clock: Clock, scope: Scope, dtype: str, device: torch.device
 ) -> tuple[Curve, Curve]:
-    """Forward and backward; larger blocks are left out where they would take too long.
+    """Measure forward and backward; larger blocks are omitted if they would take too long.
 
-    A machine that others share changes its pace within seconds, so that this should be done more
-    than once, with other things between; see ``Curve.median``.
+    The speed of a shared machine changes within seconds, so this should be done several times, with
+    other measurements in between; see ``Curve.median``.
     """
     forward: Points = []
     backward: Points = []
@@ -99,7 +99,7 @@ def _lap(clock: Clock, passes: Passes) -> Lap:
 
 
 def measured_dtypes(dtype: str, device: torch.device) -> tuple[str, ...]:
-    """Those that training might use here: float32, what was asked for, bfloat16 where it runs."""
+    """Dtypes that training may use here: float32, the requested one, bfloat16 if it works."""
     wanted = {"float32", dtype}
     if device.type == "cuda":
         wanted |= {"bfloat16"} if torch.cuda.is_bf16_supported() else set()
@@ -107,15 +107,15 @@ def measured_dtypes(dtype: str, device: torch.device) -> tuple[str, ...]:
         if _survives_bfloat16():
             wanted.add("bfloat16")
         else:
-            wanted.discard("bfloat16")  # which others must know before it is an error
+            wanted.discard("bfloat16")  # an error only after all ranks know it
     return tuple(name for name in DTYPES if name in wanted)
 
 
 def _survives_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether a product in bfloat16 leaves a process alive.
+    """Whether a process survives a product in bfloat16.
 
-    Some machines advertise AMX and end the process that uses it. Where oneDNN was not told to
-    leave it alone, another process tries.
+    Some machines advertise AMX and kill the process that uses it. Unless oneDNN is configured not
+    to use it, this is tried in another process.
     """
     try:
         risky = "amx_tile" in cpu_info.read_text(encoding="utf-8").split()

@@ -1,4 +1,4 @@
-"""A disk, by the store that training uses: large moves of all ranks at once."""
+"""Measures a disk with the store that training uses: large transfers of all ranks at once."""
 
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from shardwise.tier.pool import PAGE_BYTES, zeros
 
 
 def check_disk(path: Path, control: Control) -> None:
-    """Raises on all ranks unless all find the folder; a rank alone would leave the others waiting.
+    """Raise on all ranks unless all can use the folder: one rank alone would leave the others
+    waiting.
 
-    A store is made and closed, so that what refuses it does so before anything is measured.
+    A store is opened and closed, so that errors come before anything is measured.
     """
     error: BaseException | None = None
     try:
@@ -31,13 +32,13 @@ def check_disk(path: Path, control: Control) -> None:
         raise error
     if failed.any():
         ranks = ", ".join(str(rank) for rank in failed.flatten().nonzero().flatten().tolist())
-        raise UsageError(f"{path} cannot hold a store on rank {ranks}; give another folder.")
+        raise UsageError(f"{path} cannot be used on rank {ranks}; give another folder.")
 
 
 def measure_disk(
     path: Path, clock: Clock, scope: Scope, control: Control, room: Room, ranks_per_node: int
 ) -> Disk:
-    """Reads and writes past the page cache, in bytes a second of a node."""
+    """Reads and writes that bypass the page cache, in bytes per second of a node."""
     free = free_disk_bytes(path, control)
     limit = min(scope.disk_bytes, free // (4 * room.ranks_on_host), room.host_bytes // 8)
     nbytes = max(PAGE_BYTES, limit // PAGE_BYTES * PAGE_BYTES)
@@ -54,10 +55,10 @@ def measure_disk(
         size_bytes=node_share(free, room, ranks_per_node),
         read=float(f"{ranks_per_node * nbytes / read_s:.4g}"),
         write=float(f"{ranks_per_node * nbytes / write_s:.4g}"),
-        source=f"{path}, {nbytes >> 20} MiB a rank",
+        source=f"{path}, {nbytes >> 20} MiB per rank",
     )
 
 
 def node_share(nbytes: int, room: Room, ranks_per_node: int) -> int:
-    """A node's part of its host's disk: emulated nodes share one, and a level may have several."""
+    """A node's share of its host's disk: several emulated nodes have the disk of one host."""
     return nbytes * ranks_per_node // room.ranks_on_host

@@ -14,9 +14,9 @@ def work(
     quick: bool = False,
     in_float32: bool = False,
 ) -> str:
-    """For the ranks of a benchmark's cluster: the cluster as TOML, neither shown nor stored.
+    """For ranks of a benchmark: the cluster as TOML, neither shown nor stored.
 
-    With ``in_float32`` bfloat16 products are computed in float32, as the benchmark does it.
+    With ``in_float32`` bfloat16 products are computed in float32, as in the benchmark.
     """
     if in_float32:
         from shardwise.probing.matmul import compute_in_float32
@@ -28,7 +28,7 @@ def work(
 def command(
     *, levels: str | None, dtype: str, path: str | None, quick: bool, visible: bool
 ) -> dict[str, str | None]:
-    """For `shardwise probe`: the cluster as TOML and where it was stored; rank 0 shows progress."""
+    """For `shardwise probe`: the cluster as TOML and its file; rank 0 shows progress."""
     import torch.distributed as dist
 
     with shown(visible and (not dist.is_initialized() or dist.get_rank() == 0)) as progress:

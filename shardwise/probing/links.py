@@ -1,6 +1,6 @@
-"""The hops of each level, through the links and in the lanes that training uses.
+"""Measures the hops of each level, with the links and lanes that training uses.
 
-All ranks hop at once, so that the ranks of a node share its link as they do in training.
+All ranks run their hops at once, so that the ranks of a node share its link as in training.
 """
 
 import statistics
@@ -25,7 +25,7 @@ _GATHER, _REDUCE = 1, 2
 _ALIGN_BYTES = 64
 _ROUNDS = 3
 _SIDE = {"cpu": 256, "cuda": 4096}
-"""Of the matrices whose products are timed beside hops: one product fills a device."""
+"""Size of the matrices whose products are timed beside hops: one product fills a device."""
 
 Hop = Callable[[], None]
 
@@ -39,9 +39,9 @@ def measure_level(
     processors: Collection[int],
     tell: Callable[[str], None],
 ) -> LinkSpec:
-    """The links of a level that joins several members; ``processors`` are those of the host."""
+    """Measure the links of a level with several members; ``processors`` are those of the host."""
     hops = _Hops(grid, step)
-    # A reduction holds what it sends, what arrives, and its sum.
+    # A reduction has buffers for what it sends, what it receives, and the sum.
     sizes = fitting(scope.sent_bytes, 4.0, memory_bytes)
 
     def sweep(lane: Lane, make: Callable[[float], Hop]) -> Curve:
@@ -66,13 +66,13 @@ def measure_level(
 def time_gather(
     grid: Grid, step: Step, clock: Clock, sent: float, effort: Effort
 ) -> tuple[float, float]:
-    """What a rank really sends in one gather hop of about so many bytes, and the seconds of it."""
+    """Bytes that a rank actually sends in a gather hop of about ``sent`` bytes, and its seconds."""
     hops = _Hops(grid, step)
     return hops.time(clock, effort, grid.gathers, sent, hops.gather)
 
 
 class _Hops:
-    """Hops on one level, of float32."""
+    """Hops of float32 on one level."""
 
     def __init__(self, grid: Grid, step: Step) -> None:
         self._gathers, self._reduces = grid.link("gather", step), grid.link("reduce", step)
@@ -82,7 +82,7 @@ class _Hops:
         self._codec = make_codec(Format("fp32"), 1, grid.device)
 
     def piece_bytes(self, sent: float) -> int:
-        """What one member gets of the bytes that a rank sends: to each other member as many."""
+        """Bytes that each other member gets of the bytes that a rank sends."""
         return max(1, round(sent / (self._step.size - 1) / _ALIGN_BYTES)) * _ALIGN_BYTES
 
     def gather(self, sent: float) -> Hop:
@@ -108,7 +108,7 @@ class _Hops:
     def time(
         self, clock: Clock, effort: Effort, lane: Lane, sent: float, make: Callable[[float], Hop]
     ) -> tuple[float, float]:
-        """What a rank really sends in a hop, and the seconds of it."""
+        """Bytes that a rank actually sends in a hop, and its seconds."""
         hop = make(sent)
 
         def lap(count: int) -> tuple[float]:
@@ -132,7 +132,7 @@ def _busy(
     scope: Scope,
     processors: Collection[int],
 ) -> float:
-    """How much of what computes gathers and reductions take while they run; see LinkSpec.busy."""
+    """The share of the compute resource that hops take while they run; see LinkSpec.busy."""
     both = (hops.gather(sent), hops.reduce(sent))
     begin = clock.now()
     grid.reduces.submit(lambda _: _repeat(both, 1)).wait()
@@ -154,12 +154,12 @@ def _busy(
 def _kept_busy(
     begin_hops: Callable[[], Ticket], clock: Clock, processors: Collection[int]
 ) -> float:
-    """Of a host's processors: the share that does not rest while all ranks hop.
+    """The share of the host's processors that is not idle while all ranks run hops.
 
-    It counts what the network costs as well, which no process is charged for. It asks how long
-    processors rested, not how long they worked: kernels that find out by their ticks who works do
-    not see what begins and ends between two of them, which on slow links is much of it. Rest they
-    time, because ticks rest as well then.
+    This includes the kernel's work for the network, which no process is charged for. It measures
+    idle time instead of busy time: kernels that sample busy time at their ticks miss work that
+    begins and ends between two ticks, which is much of it on slow links. Idle time is measured
+    exactly, because ticks stop then.
     """
     clock.slowest([0.0])  # all begin together
     before, begin = _rested_s(processors), time.perf_counter()
@@ -171,9 +171,9 @@ def _kept_busy(
 def lost_to_hops(
     begin_hops: Callable[[], Ticket], device: torch.device, clock: Clock, hops_s: float
 ) -> float:
-    """Of a GPU: the share of its speed that products of matrices lose while hops run beside them.
+    """The share of a GPU's speed that matrix products lose while hops run beside them.
 
-    ``hops_s`` is how long these take alone; the products take half of that.
+    ``hops_s`` is how long the hops take alone; the products take half of that.
     """
     matrix = torch.randn(_SIDE[device.type], _SIDE[device.type], device=device)
     product = torch.empty_like(matrix)
@@ -182,7 +182,7 @@ def lost_to_hops(
         begin = time.perf_counter()
         for _ in range(count):
             torch.mm(matrix, matrix, out=product)
-        if device.type == "cuda":  # not the whole device: hops are to go on
+        if device.type == "cuda":  # not the whole device: hops must continue
             torch.cuda.current_stream(device).synchronize()
         return time.perf_counter() - begin
 
@@ -198,8 +198,7 @@ def lost_to_hops(
 
 
 def _rested_s(processors: Collection[int]) -> float:
-    """Seconds since this host started in which some of its processors had nothing to do, or
-    were somebody else's."""
+    """Idle seconds of processors since this host started, including time stolen by others."""
     rested = 0.0
     for index, times in enumerate(psutil.cpu_times(percpu=True)):
         if index in processors:

@@ -1,12 +1,12 @@
 """bfloat16 matmuls computed in float32, for CPUs without bfloat16 instructions.
 
-Without them torch emulates a bfloat16 product one element at a time, some 90 times slower than a
-float32 one, and a benchmark shows nothing but that emulation. `compute_in_float32` replaces the CPU
+Without them torch emulates a bfloat16 product one element at a time, some 90 times slower than in
+float32, and a benchmark measures nothing but that emulation. `compute_in_float32` replaces the CPU
 kernels of matrix products, attention and gelu for bfloat16 tensors: operands are widened (exactly),
-the float32 kernel runs, and its result is rounded once: a bfloat16 product with float32
-accumulation, which is what hardware with such instructions computes. Every other dtype reaches
-torch's own kernel. It is an aid for benchmarks, applies to the whole process and thus to all
-contenders alike, and a report that used it prints `REMARK`.
+the float32 kernel runs, and its result is rounded once. This is a bfloat16 product with float32
+accumulation, as hardware with such instructions computes it. Every other dtype uses torch's own
+kernel. It is for benchmarks only, applies to the whole process and so to all contenders alike, and
+reports of such runs print `REMARK`.
 """
 
 import functools
@@ -22,13 +22,13 @@ from torch import DispatchKeySet, Tensor
 REMARK = "bf16 matmuls computed in fp32: this CPU has no bf16 instructions"
 _OVERRIDES = "(?s).*Overriding a previously registered kernel"
 _INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""How /proc/cpuinfo spells them; the last one is ARM's."""
+"""Their names in /proc/cpuinfo; the last one is ARM's."""
 
 _library: torch.library.Library | None = None
 
 
 def has_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bfloat16 itself; where nobody says, it is taken to."""
+    """Whether this CPU has bfloat16 products; if unknown, it is assumed to."""
     try:
         return bool(_INSTRUCTIONS & set(cpu_info.read_text(encoding="utf-8").split()))
     except OSError:
@@ -36,7 +36,7 @@ def has_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def compute_in_float32() -> None:
-    """Replace the kernels for this process; a second call changes nothing."""
+    """Replace the kernels in this process; a second call changes nothing."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
@@ -49,7 +49,7 @@ def compute_in_float32() -> None:
 
 
 def restore() -> None:
-    """Give torch's own kernels back."""
+    """Restore torch's own kernels."""
     global _library
     if _library is not None:
         _library._destroy()
@@ -65,7 +65,7 @@ def _choose(
 
 
 # --- kernels ------------------------------------------------------------------------------------
-# Those of aten's `.out` variants and of other dtypes are torch's own, so nothing calls itself.
+# `.out` variants and other dtypes keep torch's own kernels, so that nothing calls itself.
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 class _Buffers(threading.local):
-    """Float32 memory by use, grown to the largest need: fresh pages cost more than the copy."""
+    """Reused float32 memory by use: fresh pages would cost more than the copy."""
 
     def __init__(self) -> None:
         self.of: dict[str, Tensor] = {}
@@ -159,7 +159,7 @@ def _scratch(use: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _like(use: str, tensor: Tensor) -> Tensor:
-    """Scratch with a tensor's shape, and its strides where it is dense in any order."""
+    """Scratch with a tensor's shape, and its strides if it is dense in any order."""
     if tensor.is_contiguous():
         return _scratch(use, tuple(tensor.shape))
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

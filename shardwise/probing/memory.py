@@ -1,4 +1,4 @@
-"""What moves bytes in memory: copies, the optimizer's update, and the wire's codecs."""
+"""Measures work that moves bytes in memory: copies, the optimizer's update, and wire codecs."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _PINNED_BYTES = 64 << 20
 
 
 def measure_copy(clock: Clock, scope: Scope, device: torch.device, room: int) -> Curve:
-    """A copy inside the device's memory, by bytes."""
+    """A copy within the device's memory, by bytes."""
 
     def measure(nbytes: int) -> tuple[float, float]:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -26,7 +26,7 @@ def measure_copy(clock: Clock, scope: Scope, device: torch.device, room: int) ->
 
 
 def measure_update(clock: Clock, scope: Scope, device: torch.device, room: int) -> Curve:
-    """AdamW's fused update of a flat part and its states in float32, by elements."""
+    """AdamW's fused update of a flat shard and its states in float32, by elements."""
 
     def measure(numel: int) -> tuple[float, float]:
         part = nn.Parameter(torch.ones(numel, device=device))
@@ -39,7 +39,7 @@ def measure_update(clock: Clock, scope: Scope, device: torch.device, room: int) 
 def measure_codec(
     kind: str, clock: Clock, scope: Scope, device: torch.device, room: int
 ) -> tuple[Curve, Curve]:
-    """Encoding and decoding of float32, by elements; decoding sums where that is slower."""
+    """Encoding and decoding of float32, by elements; decoding with sums if that is slower."""
     amounts = fitting(scope.coded_numel, 12, room)
 
     def sweep(choose: Callable[["_Coding"], float]) -> Curve:
@@ -73,7 +73,7 @@ class _Coding:
 
 
 def measure_host_copy(clock: Clock, device: torch.device) -> float:
-    """Bytes a second between pinned host memory and the device: the slower way."""
+    """Bytes per second between pinned host memory and the device, in the slower direction."""
     host = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
     to_device = clock.seconds(lambda: there.copy_(host, non_blocking=True))

@@ -28,10 +28,10 @@ from shardwise.probing.room import device_bytes, find_room
 from shardwise.probing.scope import DTYPES, FULL, QUICK, Scope, check_dtype
 
 VISITS = 3
-"""How often passes are measured: at the beginning, between other things, and at the end."""
+"""How often passes are measured: at the beginning, in the middle, and at the end."""
 
 Progress = Callable[[int, int, str], None]
-"""Told how many measurements are done, of how many, and which one begins."""
+"""Called with the number of measurements done, their total, and the one that begins."""
 
 
 def probe(
@@ -42,11 +42,11 @@ def probe(
     progress: Progress | None = None,
     quick: bool = False,
 ) -> Cluster:
-    """Measures the cluster that this process is a rank of; collective, and equal on all ranks.
+    """Measure the cluster of this rank's process group; collective, with equal results.
 
     ``levels`` describes the grid as for ``shard``. Compute is measured in float32, in ``dtype``,
-    and in bfloat16 where the device has instructions for it; a disk where ``path`` is a folder on
-    one. It takes a minute or so. ``quick`` is for tests: its figures mean little.
+    and in bfloat16 if the device has instructions for it. ``path`` is a folder on a disk that is
+    measured as well. This takes about a minute. ``quick`` is for tests: its figures mean little.
 
     >>> import shardwise as sw
     >>> cluster = sw.probe(quick=True)
@@ -62,17 +62,17 @@ def probe(
         with torch.random.fork_rng(_cuda_indices(device)):
             probing = _Probing(grid, dtype, folder, QUICK if quick else FULL, progress)
             text = dump_cluster(probing.run())
-        # Rank 0's date and names stand for all.
+        # All ranks take the date and names of rank 0.
         text = str(grid.control.broadcast_object(text, "result of a probe"))
     except BaseException:
-        grid.end_lanes()  # closing the groups might wait for a rank that never comes
+        grid.end_lanes()  # closing the groups might wait for a rank that failed
         raise
     grid.close()
     return parse_cluster(text, origin="of the probe")
 
 
 def probed_device() -> torch.device:
-    """What this rank computes on; under torchrun its own accelerator is chosen."""
+    """The device of this rank; with torchrun its own accelerator."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
@@ -81,7 +81,7 @@ def probed_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call a device; of a CPU, what one rank has of it."""
+    """The name of a device; for a CPU with the number of threads per rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -89,7 +89,7 @@ def device_name(device: torch.device) -> str:
 
 
 class _Probing:
-    """One probe from beginning to end."""
+    """One probe."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class _Probing:
             device_bytes(grid.control, grid.device) if self._on_cuda else self._room.host_bytes
         )
         self._visits: dict[str, list[tuple[Curve, Curve]]] = {name: [] for name in self._dtypes}
-        """By dtype: the curves of passes, forward and backward, of each visit."""
+        """By dtype: the curves of forward and backward of each visit."""
         self._progress, self._done = progress, 0
         joined = [level for level in grid.place.topology.levels if level.size > 1]
-        # Three of each level, copies and the update; on CUDA the host's copies and its update.
+        # Three per level, copies and the update; on CUDA also the host's copies and its update.
         self._total = (
             3 * len(joined) + VISITS * len(self._dtypes) + 2 + len(KINDS)
             + 2 * self._on_cuda + (path is not None)
@@ -196,14 +196,14 @@ class _Probing:
         }
 
     def _share(self) -> float:
-        """Of a host's processors that compute takes, unless the device has its own."""
+        """The share of the host's processors that compute takes; 1 if the device has its own."""
         if self._on_cuda:
             return 1.0
         threads = self._room.ranks_on_host * torch.get_num_threads()
         return min(1.0, threads / len(self._room.processors))
 
     def _measure_host(self) -> Host | None:
-        """The memory beside the devices'; of CPUs it is the same."""
+        """The host's memory; None for CPUs, where it is the device's."""
         if not self._on_cuda:
             return None
         self._tell("copies between host and device")
@@ -218,14 +218,14 @@ class _Probing:
         )
 
     def _agreed(self, dtypes: tuple[str, ...], asked: str) -> tuple[str, ...]:
-        """Those that all ranks can measure; raises on all where one cannot what was asked for."""
+        """The dtypes that all ranks can measure; raises on all if one cannot measure ``asked``."""
         lacking = self._clock.slowest([float(name not in dtypes) for name in DTYPES])
         found = tuple(name for name, lacks in zip(DTYPES, lacking, strict=True) if not lacks)
         if asked not in found:
             raise UsageError(
-                f"A product in {asked} ends a process on a CPU of these ranks, which advertises "
-                "AMX and refuses it; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is "
-                "imported."
+                f"A product in {asked} kills a process on the CPU of one of these ranks, which "
+                "advertises AMX but refuses it; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before "
+                "torch is imported."
             )
         return found
 

@@ -1,4 +1,4 @@
-"""A probe's progress on standard error: a live bar on a terminal, elsewhere a line each."""
+"""A probe's progress on standard error: a live bar on a terminal, lines elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from shardwise.probing.probe import Progress
 
 @contextmanager
 def shown(visible: bool) -> Iterator[Progress | None]:
-    """To be told of a probe; nothing is shown before something is measured."""
+    """A callback that shows progress; nothing is shown before the first measurement."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -29,7 +29,7 @@ def shown(visible: bool) -> Iterator[Progress | None]:
         task = bar.add_task("starting ...", total=None)
 
         def tell(done: int, total: int, what: str) -> None:
-            bar.start()  # again and again is once
+            bar.start()  # repeated calls have no effect
             bar.update(task, completed=done, total=total, description=what)
 
         try:

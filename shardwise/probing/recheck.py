@@ -1,7 +1,7 @@
-"""A stored probe beside the cluster of this moment: memory that is free now, and a hop a level.
+"""Checks a stored probe against the cluster now: free memory, and the speed of hops on each level.
 
-Speeds of processors and memory stay. What is free in memory and on a disk changes by the hour, and
-links are shaped, shared or moved to other networks, so that these are asked every time.
+Speeds of processors and memory do not change. Free memory and disk space change by the hour, and
+links are shaped, shared or moved to other networks, so these are checked every time.
 """
 
 import os
@@ -19,24 +19,24 @@ from shardwise.probing.room import device_bytes, find_room, free_disk_bytes
 from shardwise.probing.scope import FULL, Effort
 
 CHANGED = 2.0
-"""So many times slower or faster than stored is another link; a busy machine's are within that."""
+"""Hops slower or faster than stored by this factor mean another link; a busy machine's are not."""
 PATIENCE_S = 0.1
-"""No larger hop is asked for than one that takes so long."""
+"""Hops are not made larger once one takes this long."""
 _EFFORT = Effort(repeats=3, batch_s=0.02, point_s=0.2)
 
 
 def recheck(
     stored: Cluster, place: Place, path: str | os.PathLike[str] | None
 ) -> tuple[Cluster, dict[str, float]]:
-    """The cluster with what is free now, and the levels whose hops take longer or shorter than
-    stored, with how many times; collective, and equal on all ranks."""
+    """The cluster with what is free now, and the levels whose hops are slower or faster than
+    stored, each with the factor; collective, with equal results."""
     device = probed_device()
     grid = Grid.build(place, device, DEFAULT_LIMIT_S)
     try:
         now = _with_free(stored, grid, path)
         changed = _changed(stored, grid)
     except BaseException:
-        grid.end_lanes()  # closing the groups might wait for a rank that never comes
+        grid.end_lanes()  # closing the groups might wait for a rank that failed
         raise
     grid.close()
     return now, changed
@@ -72,8 +72,8 @@ def _changed(stored: Cluster, grid: Grid) -> dict[str, float]:
 
 
 def _times(curve: Curve, grid: Grid, step: Step, clock: Clock) -> float:
-    """A hop's seconds over the stored ones: of the largest that does not try the patience, or the
-    first that does. All ranks go up together, because they agree on seconds."""
+    """Seconds of a hop over the stored ones, for the largest hop, or the first that takes long
+    enough. All ranks use the same sizes, because they agree on seconds."""
     times = 1.0
     for amount, _ in curve.points:
         sent, seconds = time_gather(grid, step, clock, amount, _EFFORT)

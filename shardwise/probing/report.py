@@ -1,4 +1,4 @@
-"""A probed cluster for people. Imports no torch."""
+"""Prints a probed cluster as tables. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ FLOAT32_BYTES = 4
 
 
 def print_cluster(cluster: Cluster, console: "Console") -> None:
-    """What was measured, in tables."""
+    """Print what was measured as tables."""
     device = cluster.device
     console.print(f"[bold]{cluster.name}[/bold]: {device.name}, "
-                  f"{format_bytes(device.memory_bytes)} a rank")  # fmt: skip
+                  f"{format_bytes(device.memory_bytes)} per rank")  # fmt: skip
     for level in cluster.levels:
         if level.gather is not None and level.reduce is not None:
             console.print(_hops(level))
@@ -28,11 +28,11 @@ def print_cluster(cluster: Cluster, console: "Console") -> None:
         "copy in memory": f"{format_bytes(_best(device.copy))}/s",
     }
     if cluster.host is not None:
-        facts["host memory"] = f"{format_bytes(cluster.host.memory_bytes)} a node"
+        facts["host memory"] = f"{format_bytes(cluster.host.memory_bytes)} per node"
         facts["host to device"] = f"{format_bytes(cluster.host.bandwidth)}/s"
     if cluster.disk is not None:
         disk = cluster.disk
-        facts["disk of a node"] = (
+        facts["disk per node"] = (
             f"reads {format_bytes(disk.read)}/s, writes {format_bytes(disk.write)}/s, "
             f"{format_bytes(disk.size_bytes)} free"
         )
@@ -47,7 +47,7 @@ def _hops(level: LinkSpec) -> "Table":
     assert level.reduce is not None
     table = _table(f"level {level.name}", "gather", "", "reduce", "")
     table.title = (
-        f"{level.size} members by {level.source}; hops keep {level.busy:.0%} of the processors busy"
+        f"{level.size} members over {level.source}; hops keep processors {level.busy:.0%} busy"
     )
     table.title_justify = "left"
     rows: dict[float, list[str]] = {}
@@ -62,7 +62,7 @@ def _hops(level: LinkSpec) -> "Table":
 
 
 def _passes(forward: Mapping[str, Curve], backward: Mapping[str, Curve]) -> "Table":
-    table = _table("a block's pass", "forward", "", "backward", "")
+    table = _table("transformer block", "forward", "", "backward", "")
     for dtype in forward:
         both = zip(_timed(forward[dtype]), _timed(backward[dtype]), strict=False)
         for (flops, seconds), (back_flops, back_seconds) in both:
@@ -77,7 +77,7 @@ def _passes(forward: Mapping[str, Curve], backward: Mapping[str, Curve]) -> "Tab
 
 
 def _codecs(encode: Mapping[str, Curve], decode: Mapping[str, Curve]) -> "Table":
-    table = _table("codec (float32 a second)", "encode", "decode")
+    table = _table("codec (float32 bytes)", "encode", "decode")
     for kind in encode:
         rates = (FLOAT32_BYTES * _best(curves[kind]) for curves in (encode, decode))
         table.add_row(kind, *(f"{format_bytes(rate)}/s" for rate in rates))
@@ -85,7 +85,7 @@ def _codecs(encode: Mapping[str, Curve], decode: Mapping[str, Curve]) -> "Table"
 
 
 def _timed(curve: Curve) -> list[tuple[float, float]]:
-    """The points of a curve but for an origin, as a curve of a rate has it."""
+    """The points of a curve, without the origin that curves of rates have."""
     return [point for point in curve.points if min(point) > 0]
 
 

@@ -1,4 +1,4 @@
-"""How much memory and disk there is for one rank: its share of what its host has."""
+"""How much memory and disk there is per rank: its share of the host's."""
 
 import hashlib
 import os
@@ -17,18 +17,18 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What ranks have, agreed: the least of all."""
+    """What each rank has; all ranks agree on the minimum."""
 
     host_bytes: int
-    """Of the host's memory for one rank, beside what its process takes anyway."""
+    """The host's memory per rank, without what the process itself takes."""
     ranks_on_host: int
-    """The most that share one host; emulated nodes share one as well."""
+    """The largest number of ranks on one host; emulated nodes share a host."""
     processors: frozenset[int]
-    """Those of this host that its ranks may use, together."""
+    """The processors of this host that any of its ranks may use."""
 
 
 def find_room(control: Control) -> Room:
-    """Asks the system and the control groups; collective."""
+    """Query the system and the control groups; collective."""
     group, limit = _memory_limit()
     mine = torch.tensor([_number(_host()), _number(f"{_host()} {group}")])
     rows = control.exchange(mine, "hosts of a probe")
@@ -43,7 +43,7 @@ def find_room(control: Control) -> Room:
 
 
 def _host_processors(control: Control, here: torch.Tensor) -> frozenset[int]:
-    """The processors that any rank on this host may use; ``here`` marks these. Collective."""
+    """The processors that any rank on this host may use; ``here`` marks its ranks. Collective."""
     own = sorted(_own_processors())
     most = int(control.highest(torch.tensor([own[-1] + 1]), "processors of a probe").item())
     allowed = torch.zeros(most, dtype=torch.int64)
@@ -53,14 +53,14 @@ def _host_processors(control: Control, here: torch.Tensor) -> frozenset[int]:
 
 
 def _own_processors() -> set[int]:
-    """Those that this process may use."""
+    """The processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def device_bytes(control: Control, device: torch.device) -> int:
-    """The device's own memory that is free, on the rank that has least."""
+    """Free memory of the device itself, on the rank that has least."""
     free, _ = torch.cuda.mem_get_info(device)
     return -int(control.highest(torch.tensor([-free]), "device memory of a probe").item())
 
@@ -77,7 +77,7 @@ def _number(text: str) -> int:
 
 
 def _memory_limit() -> tuple[str, int | None]:
-    """The tightest control group that this process is in, and its limit; None where none limits."""
+    """The tightest control group of this process, and its limit; None: there is no limit."""
     tightest: tuple[str, int | None] = ("", None)
     for group in _own_groups():
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -92,7 +92,7 @@ def _memory_limit() -> tuple[str, int | None]:
 
 
 def _own_groups() -> list[Path]:
-    """The process's control groups for memory, in both versions, with those that they are in."""
+    """The memory control groups of this process, of both versions, with their parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def _own_groups() -> list[Path]:
 
 
 def free_disk_bytes(path: Path, control: Control) -> int:
-    """What is free at a path, on the rank that finds least."""
+    """Free bytes at a path, on the rank that finds least."""
     facts = os.statvfs(path)
     free = facts.f_bavail * facts.f_frsize
     return -int(control.highest(torch.tensor([-free]), "disk of a probe").item())

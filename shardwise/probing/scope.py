@@ -1,4 +1,4 @@
-"""How much is measured: the amounts, and the time that is spent on each. Imports no torch."""
+"""How much is measured: the amounts, and the time spent on each. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shardwise.core.errors import UsageError
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""In which compute can be measured."""
+"""Dtypes in which compute can be measured."""
 
 
 class Shape(NamedTuple):
@@ -32,34 +32,34 @@ class Effort(NamedTuple):
     """How long one point is measured."""
 
     repeats: int
-    """Timed batches of calls of which the median counts."""
+    """Number of timed batches of calls; the median counts."""
     batch_s: float
-    """Short calls are repeated in a batch until it lasts so long."""
+    """Short calls are repeated until a batch takes this long."""
     point_s: float
-    """What the batches may take together before there are fewer of them, down to three."""
+    """If all batches would take longer than this, there are fewer, but at least three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What a probe measures. Amounts ascend, and end early where they take too long."""
+    """What a probe measures. Amounts ascend, and stop early if they take too long."""
 
     sent_bytes: tuple[int, ...]
-    """Of hops: bytes that each rank sends."""
+    """For hops: bytes that each rank sends."""
     blocks: tuple[Shape, ...]
     copied_bytes: tuple[int, ...]
     updated_numel: tuple[int, ...]
     coded_numel: tuple[int, ...]
     disk_bytes: int
-    """Of one rank."""
+    """Bytes of one rank."""
     calls: Effort
     passes: Effort
-    """Longer: what is computed in turns on few cores varies much. At each of several visits."""
+    """Per visit. Longer than others, because compute that shares few cores varies much."""
     hops: Effort
-    """Longer batches: what a link or its switches take in one burst must not count for much."""
+    """Longer batches, so that bursts that a link or a switch absorbs count little."""
     patience_s: float
-    """No larger amount is tried than would take so long in one call."""
+    """Amounts are limited so that one call takes at most this long."""
     busy_s: float
-    """How long hops run, in each of a few rounds, to see how busy they keep the processors."""
+    """How long hops run in each of a few rounds, to measure how busy they keep processors."""
 
 
 FULL = Scope(
@@ -98,15 +98,15 @@ QUICK = Scope(
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises unless compute in the dtype can be measured."""
+    """Raise unless compute in the dtype can be measured."""
     if dtype not in DTYPES:
         raise UsageError(
-            f"'{dtype}' is no dtype that shardwise probe measures; use {', '.join(DTYPES)}."
+            f"'{dtype}' is not a dtype that shardwise probe measures; use {', '.join(DTYPES)}."
         )
 
 
 def fitting(amounts: Sequence[int], bytes_each: float, room: int) -> tuple[int, ...]:
-    """The amounts whose buffers fit an eighth of a rank's memory; the two least in any case.
+    """The amounts whose buffers fit in an eighth of a rank's memory; at least the two smallest.
 
     >>> fitting((10, 20, 30, 40), bytes_each=16, room=4000)
     (10, 20, 30)

@@ -2,23 +2,9 @@
 
 ``before`` a unit's backward, ``arrive`` for each gradient, ``after`` it, ``finish``. Which units
 are ready to be reduced is for ``reductions.py`` to say.
-
-[Note: Update in backward]
-With ``tiers.update = "backward"`` a unit that a tier holds something of is updated as soon as it is
-reduced, in a thread of its own, so that reads and writes of its states overlap the rest of
-backward. A rank does so only if it knows all that an update at the step would know: the recorded
-backward says that no more gradients come, and all the unit's parameters got theirs on this very
-rank, so that nothing depends on what other ranks used. Everything else waits for the step: the
-root, the first backward, units that this rank passed by. The reduction needs all ranks, and each of
-them has gathered the unit for the last time by then; where it is not gathered but computes with P
-itself, it must also have left the unit's backward.
-
-What would make an update at the step another one is an error then: a gradient that arrives late,
-was dropped or replaced, other options of the optimizer (``optimizer/windows.py``), no step at all.
 """
 
 from collections import deque
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +13,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
 from shardwise.plans.ops import Trigger
 from shardwise.plans.order import BACKWARD
+from shardwise.runtime.early import EarlyUpdates
 from shardwise.runtime.forward import Forward
 from shardwise.runtime.reductions import Flags, Reductions
 from shardwise.runtime.slot import ParamSlot
@@ -53,10 +40,7 @@ class Backward:
         """The unit that the trace shows."""
         self._under_way: deque[list[Ticket]] = deque()
         """Of reductions that were issued and not finished; the oldest first."""
-        self._updates: list[Ticket] = []
-        """Of the updates that run beside this backward."""
-        self._leaving: dict[Unit, list[Ticket]] = {}
-        """Units that are to be updated when their own backward is over, and their reductions."""
+        self._early = EarlyUpdates(runtime, forward.uses)
 
     # --- the moments --------------------------------------------------------------------------
 
@@ -71,7 +55,7 @@ class Backward:
         runtime.steps.require("backward")
         self.active, self._sync = True, runtime.sync
         self.reductions.begin()
-        self._leaving.clear()
+        self._early.begin()
         grads.begin_backward(runtime)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._issuer.makes_graph = makes_graph
@@ -93,7 +77,7 @@ class Backward:
         hold = self._issuer.units[unit.index].hold
         if hold is None or not hold.kept or self.reductions.took(unit):
             self._issues.follow(self._issuer.on(Trigger.AFTER_BACKWARD, unit.index))
-        self._left(unit)
+        self._early.left(unit)
 
     def arrive(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
         """A parameter's local gradient was accumulated by autograd: take it."""
@@ -137,7 +121,7 @@ class Backward:
             self.active = False
             self._under_way.clear()
             self._issuer.in_flight = 0
-            self._finish_updates()
+            self._early.finish()
         if not makes_graph:
             self._uses.forget_backward()
         self._issues.follow(self._issuer.end_backward())
@@ -184,14 +168,8 @@ class Backward:
             if unit in reductions.skipped:  # buffers of zeros count, too
                 self.wait_for(self._issuer.limit().finish)
             tickets = self._launch(unit)
-            if unit.ops.updates_early and self._sync and self._is_last(unit):
-                self._leaving[unit] = tickets
-                self._left(unit)
-
-    def _is_last(self, unit: Unit) -> bool:
-        """Whether the gradients just taken complete the step's; see [Note: Update in backward]."""
-        external = self._issuer.units[unit.index].external
-        return self.reductions.is_last(unit) and not self._issuer.makes_graph and not external
+            if unit.ops.updates_early and self._sync and reductions.is_last(unit):
+                self._early.reduced(unit, tickets)
 
     def _launch_limited(self, unit: Unit) -> None:
         self.wait_for(self._issuer.limit().finish)
@@ -237,19 +215,3 @@ class Backward:
         runtime.steps.half_updated |= bool(flags.updated)
         flags.require_old()
         return flags
-
-    # --- updates beside backward: see [Note: Update in backward] -------------------------------
-
-    def _left(self, unit: Unit) -> None:
-        """A call of a unit is over in backward."""
-        if unit in self._leaving and (unit.travels or not self._uses.in_backward(unit)):
-            reduced = self._leaving.pop(unit)
-            for op in self._issuer.update_early(unit.index):
-                self._updates += self._runtime.steps.update_early(unit, op, reduced)
-
-    def _finish_updates(self) -> None:
-        """Waits for all updates, also after one that failed: none may run on behind the user."""
-        updates, self._updates = self._updates, []
-        with ExitStack() as waiting:
-            for update in reversed(updates):
-                waiting.callback(update.wait)

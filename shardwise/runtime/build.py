@@ -6,27 +6,22 @@ from torch import nn
 from shardwise.comm.carry import Carrier, Carriers, Outer
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import PlanError
-from shardwise.core.layout import ModelSpec, Slot
+from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Step
-from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
 from shardwise.model.inspect import Members
-from shardwise.model.tiling import Tile
 from shardwise.plans.plan import Plan, Rungs, resolve
 from shardwise.plans.schedule import UnitOps, outer_step
 from shardwise.runtime.flat import Flat, Pools
 from shardwise.runtime.runtime import Runtime
-from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.start import Start, rest_on
 from shardwise.runtime.surface import guard
-from shardwise.runtime.surface.face import Face, TiledFace
 from shardwise.runtime.unit import Unit
+from shardwise.runtime.values import make_master, writing
 from shardwise.tier.budget import Budget
 from shardwise.tier.memory import trim_heap
 from shardwise.tier.nvme import NvmeStore
 from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Disk, Homes
-
-Seeds = dict[int, int]
-"""The agreed seed of each deferred tensor, by the tensor's id."""
 
 
 def target_device(model: nn.Module) -> torch.device:
@@ -87,7 +82,7 @@ def _lay_out(
         (step for rungs in resolved for step in rungs.ladder.steps),
         _outer_steps(plan, spec, resolved),
     )
-    start = _Start(model, grid, homes, pools.params)
+    start = Start(model, grid, homes, pools.params)
     units = []
     for index, (unit, unit_spec, rungs) in enumerate(
         zip(members, spec.units, resolved, strict=True)
@@ -118,12 +113,12 @@ def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Ste
     return found
 
 
-def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
+def _fill_unit(built: Unit, unit: Members, start: "Start") -> None:
     """Moves a unit's values into its parts; never holds more than one parameter beside them."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.has_master:
-            flat.params.make_master(empty=True)  # it takes values that are not rounded yet
-        with flat.params.writing() as write:
+            make_master(flat, empty=True)  # it takes values that are not rounded yet
+        with writing(flat) as write:
             for slot_spec in flat.spec.slots:
                 parameter = unit.params[slot_spec.param.name]
                 slot = start.slot(unit, parameter, slot_spec, flat)
@@ -132,7 +127,7 @@ def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
                 with torch.no_grad():
                     write(slot_spec, value)
                 del value
-                _rest_on(parameter, flat.params.view(slot_spec))
+                rest_on(parameter, flat.params.view(slot_spec))
                 guard.own(parameter, slot)
                 flat.slots.append(slot)
                 built.slots.append(slot)
@@ -140,95 +135,6 @@ def _fill_unit(built: Unit, unit: Members, start: "_Start") -> None:
                 start.filled(slot)
     if built.travels:
         built.close()
-
-
-class _Start:
-    """Where parameters start from: the model's own initialisation, or rank 0's values."""
-
-    def __init__(self, model: nn.Module, grid: Grid, homes: Homes, pool: Pool) -> None:
-        self._grid, self._homes, self._pool = grid, homes, pool
-        self._seeds = _agree_on_seeds(model, grid)
-        self._tiled: dict[int, TiledFace] = {}
-        """By the id of their parameter."""
-        self._whole: torch.Tensor | None = None
-        """The values of the tiled parameter whose tiles are being filled."""
-        _settle_buffers(model, grid, self._seeds)
-
-    def slot(self, unit: Members, parameter: nn.Parameter, spec: Slot, flat: Flat) -> ParamSlot:
-        """A parameter's place, or that of one of its tiles."""
-        whole, tile = unit.whole, unit.module
-        if whole is None:
-            return ParamSlot(parameter, spec, flat, Face(spec.param.name, parameter))
-        assert isinstance(tile, Tile)
-        face = self._tiled.get(id(whole.parameter))
-        if face is None:
-            face = TiledFace(whole, flat.dtypes.compute, self._grid.device, self._pool)
-            self._tiled[id(whole.parameter)] = face
-        return ParamSlot(parameter, spec, flat, face, tile.start * spec.param.shape[1])
-
-    def value(self, slot: ParamSlot) -> torch.Tensor:
-        """The full value of a slot to start from."""
-        parameter, device = slot.face.parameter, self._grid.device
-        if not parameter.is_meta:
-            value = slot.parameter.detach()
-            on_cpu = value.cpu().contiguous()
-            self._grid.control.broadcast(on_cpu)
-            return on_cpu.to(value.device)
-        seed = self._seeds.get(id(parameter))
-        if not slot.face.is_tiled:
-            return materialize(parameter, device=device, seed=seed)
-        if self._whole is None:
-            # Not in memory, which is what a tiled parameter may be too large for.
-            disk = self._homes.disk if device.type == "cpu" else None
-            allocate = disk.store.scratch if disk is not None else None
-            self._whole = materialize(parameter, device=device, seed=seed, allocate=allocate)
-        return slot.rows_of(self._whole)
-
-    def filled(self, slot: ParamSlot) -> None:
-        """A slot has its values; with the last tile the whole parameter's own memory goes."""
-        face = slot.face
-        if isinstance(face, TiledFace) and len(face.slots) == len(face.whole.tiles):
-            self._whole = None
-            _rest_on(face.parameter, face.view)
-            guard.own(face.parameter, face)
-            guard.close([face.parameter], tiled=True)
-
-
-def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
-    """The seed of every deferred tensor's initialisation: rank 0's, as with values."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if is_deferred(t)]
-    mine = [deferred_seed(tensor) for tensor in tensors]
-    agreed = grid.control.broadcast_object(mine, "seeds of the initialisation")
-    assert isinstance(agreed, list)
-    return {id(tensor): seed for tensor, seed in zip(tensors, agreed, strict=True)}
-
-
-def _rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    """Makes the same Parameter object a view of its flat's storage."""
-    if not parameter.is_meta:
-        parameter.data = view
-        return
-    # `.data` cannot change the device, so the object gets the inside of another one.
-    forget(parameter)
-    replacement = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
-    replacement.data = view  # not nn.Parameter(view): that would share the flat's version counter
-    torch.utils.swap_tensors(parameter, replacement)
-
-
-def _settle_buffers(model: nn.Module, grid: Grid, seeds: Seeds) -> None:
-    """Buffers are rank 0's at the start and local afterwards."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if buffer.is_meta:
-                buffer = module._buffers[name] = materialize(
-                    buffer, device=grid.device, seed=seeds.get(id(buffer))
-                )
-            on_cpu = buffer.detach().cpu().contiguous()
-            grid.control.broadcast(on_cpu)
-            with torch.no_grad():
-                buffer.copy_(on_cpu)
 
 
 def restore(runtime: Runtime) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.comm.carry import Carriers, Leg, Outer, finish
 from shardwise.comm.grid import Grid
-from shardwise.comm.lane import Early
+from shardwise.comm.lane import Early, Lane
 from shardwise.core.meter import THREAD, Meter
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
@@ -30,8 +30,10 @@ class Done:
     """An operation as it was done. Counts grow until the work on lanes and tiers is over."""
 
     op: Op
-    begin_s: float
     meter: Meter = field(default_factory=Meter)
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    """When its work began and ended, on its lane; tiers may go on with what they were asked for."""
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
@@ -68,6 +70,8 @@ class Executor:
         }
         self._legs: dict[tuple[str, Kind, int, tuple[Hop, ...]], list[Leg]] = {}
         self._taken: dict[Unit, list[FullGrad]] = {}
+        """Complete gradients, between ``collect`` and ``reduce``."""
+        self._doing: Done | None = None
         for unit in units:  # every rank can name every exchange of the others
             for op in _possible(unit):
                 for flat in range(len(unit.flats)):
@@ -81,12 +85,13 @@ class Executor:
 
         ``meter`` has what was moved for it before its turn.
         """
-        done = Done(op, time.perf_counter(), meter or Meter())
+        done = self._doing = Done(op, meter or Meter(), time.perf_counter())
         before, THREAD.meter = THREAD.meter, done.meter
         try:
             ticket = self._verbs[op.kind](self._units[op.unit], op)
         finally:
             THREAD.meter = before
+        done.end_s = done.end_s or time.perf_counter()
         for observer in self.observers:
             observer(done)
         return ticket
@@ -103,7 +108,7 @@ class Executor:
                 fetched.wait()
 
         if unit.refreshing:
-            ticket = self._grid.gathers.submit(work)
+            ticket = self._submit(self._grid.gathers, work)
         else:
             ticket = Chained(DONE, [flat.params.fetch(op.target) for flat in unit.flats])
         if op.target is Place.FULL:
@@ -132,7 +137,7 @@ class Executor:
                         early()
                     finish(legs[index])
 
-        unit.coming = self._grid.gathers.submit(work)
+        unit.coming = self._submit(self._grid.gathers, work)
         return unit.coming
 
     def _keep(self, unit: Unit, op: Op) -> Ticket:
@@ -179,7 +184,7 @@ class Executor:
         if not unit.travels:
             unit.move_to(State.REFRESHING)
             unit.close()
-        unit.refreshed = self._grid.outer.submit(work)
+        unit.refreshed = self._submit(self._grid.outer, work)
         if not unit.travels:
             unit.coming = unit.refreshed
         return unit.refreshed
@@ -230,7 +235,7 @@ class Executor:
             if outer is not None:
                 later.extend(flat.grads.closing for flat in flats)
 
-        return Chained(self._grid.reduces.submit(work), later)
+        return Chained(self._submit(self._grid.reduces, work), later)
 
     def _replicate(self, unit: Unit, op: Op) -> Ticket:
         carrier = self._carriers.reduces
@@ -242,7 +247,7 @@ class Executor:
                     flat.grads.replicate(walked, carrier)
                     finish(walked)
 
-        return self._grid.reduces.submit(work)
+        return self._submit(self._grid.reduces, work)
 
     def _store(self, unit: Unit, op: Op) -> Ticket:
         later: list[Ticket] = []
@@ -252,9 +257,21 @@ class Executor:
                 flat.grads.store(self._carriers.outer if op.lane is On.OUTER else None)
                 later.append(flat.grads.closing)
 
-        return Chained(self._grid.reduces.submit(work), later)
+        return Chained(self._submit(self._grid.reduces, work), later)
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _submit(self, lane: Lane, work: Callable[[Early], None]) -> Ticket:
+        """Hands work of the current operation to a lane, which notes when it did it."""
+        done = self._doing
+        assert done is not None
+
+        def timed(early: Early) -> None:
+            done.begin_s = time.perf_counter()
+            work(early)
+            done.end_s = time.perf_counter()
+
+        return lane.submit(timed)
 
     def _outer(self, op: Op) -> Outer | None:
         return self._carriers.outer if op.overlaps else None

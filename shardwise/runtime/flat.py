@@ -80,7 +80,7 @@ class Flat:
         self.updates_in_windows = updates_in_windows(plan, rungs, spec.dtype)
         """Whether the optimizer borrows slices of what it updates, because some of it is away."""
         self.window_numel = plan.tiers.window_numel
-        self._rank, self._homes, self._optim_tier = rank, homes, plan.optim.tier
+        self._rank, self._homes, self.optim_tier = rank, homes, plan.optim.tier
         self.part_at = self.interval(rungs.params)
         """This rank's shard of P."""
         self.optim_at = self.interval(rungs.optim)
@@ -118,5 +118,5 @@ class Flat:
     def make_state(self, key: str, dtype: torch.dtype) -> Rest:
         """Room for what the optimizer keeps for every element, where its states rest."""
         return self.make_rest(
-            self._optim_tier, f"optimizer state '{key}'", self.optim_at.numel, dtype
+            self.optim_tier, f"optimizer state '{key}'", self.optim_at.numel, dtype
         )

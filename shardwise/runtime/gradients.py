@@ -1,7 +1,6 @@
 """The gradient memory of one flat: the full buffer of a backward, and what rests of sums."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -233,25 +232,6 @@ class GradMemory:
             before = self.norms.get(slot)
             self.norms[slot] = norm if before is None else torch.hypot(before, norm)
 
-    # --- for users ----------------------------------------------------------------------------
-
-    @contextmanager
-    def open(self, *, writes: bool = False) -> Iterator["OpenGrads"]:
-        """What this rank has of the gradients, in memory."""
-        with ExitStack() as stack:
-            summed = held = None
-            if self.summed is not None and self.has_sums:
-                scales = self.factor != 1.0
-                summed = stack.enter_context(self.summed.use(writes=writes or scales))
-                if scales:
-                    summed.mul_(self.factor)
-                    self.factor = 1.0
-                if writes or scales:
-                    self.norms = {}
-            if self.held is not None and self.holds:
-                held = stack.enter_context(self.held.use(writes=writes))
-            yield OpenGrads(self._flat, summed, held)
-
     def scale(self, factor: float) -> None:
         """Multiplies a stored sum when it is next in memory."""
         self.factor *= factor
@@ -271,21 +251,3 @@ class GradMemory:
             numel = (hop.size - 1) * flat.granule
             self.lost = zeros(numel, torch.float32, flat.device).view(-1, flat.granule)
         return self.lost
-
-
-@dataclass(frozen=True)
-class OpenGrads:
-    """A flat's gradients on this rank while they are in memory."""
-
-    flat: "Flat"
-    summed: torch.Tensor | None
-    held: torch.Tensor | None
-
-    def summed_of(self, slot: "ParamSlot") -> torch.Tensor | None:
-        """A parameter's summed gradient, flat; None if this rank has nothing of it."""
-        return slot.of(self.summed, self.flat.optim_at)
-
-    def of(self, slot: "ParamSlot") -> list[torch.Tensor]:
-        """All that this rank has of a parameter's gradient: summed, and held under no_sync."""
-        held = slot.of(self.held, self.flat.interval(self.flat.rungs.grads))
-        return [part for part in (self.summed_of(slot), held) if part is not None]

@@ -1,8 +1,6 @@
 """Moments of modules and autograd, turned into the runtime's verbs, and nothing else."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,9 +9,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.model.projection import Unread, read
 from shardwise.model.tiling import Tile
+from shardwise.runtime.module_hooks import disable_autocast_cache, hook_forward
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
-from shardwise.runtime.surface import grads, guard
+from shardwise.runtime.surface import grads
+from shardwise.runtime.tensors import tensors_in
 from shardwise.runtime.unit import Unit
 
 
@@ -84,10 +84,10 @@ def install(runtime: Runtime) -> None:
                 install = _install_tile if unit.is_tile else _install_slot
                 install(runtime, slot)
         if unit.travels:
-            _disable_autocast_cache(runtime, unit.module)
+            disable_autocast_cache(runtime, unit.module)
     for module in _lone_modules(runtime):
         _install_lone(runtime, module)
-        _disable_autocast_cache(runtime, module)
+        disable_autocast_cache(runtime, module)
 
 
 def _install_unit(runtime: Runtime, unit: Unit) -> None:
@@ -120,7 +120,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
             call.watch_outputs(output)
         runtime.forward.after(unit)
 
-    _hook_forward(runtime, unit.module, pre, post)
+    hook_forward(runtime, unit.module, pre, post)
     runtime.forgets.append(calls.clear)
 
 
@@ -169,59 +169,7 @@ def _install_lone(runtime: Runtime, module: nn.Module) -> None:
     def post(module: nn.Module, args: Any, output: Any) -> None:
         runtime.forward.after_lone()
 
-    _hook_forward(runtime, module, pre, post)
-
-
-def _disable_autocast_cache(runtime: Runtime, module: nn.Module) -> None:
-    """Autocast would hold on to a copy of all weights that it casts: in parts is how they rest.
-
-    On every unit and not on the model only, because a forward may enter autocast itself.
-    """
-    before: list[bool] = []
-
-    def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
-        before.append(torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)
-
-    def post(module: nn.Module, args: Any, output: Any) -> None:
-        if before:
-            torch.set_autocast_cache_enabled(before.pop())
-
-    def forget() -> None:
-        if before:
-            torch.set_autocast_cache_enabled(before[0])
-            before.clear()
-
-    _hook_forward(runtime, module, pre, post)
-    runtime.forgets.append(forget)
-
-
-def _hook_forward(
-    runtime: Runtime, module: nn.Module, pre: Callable[..., Any], post: Callable[..., Any]
-) -> None:
-    name = type(module).__name__
-    handles = (
-        module.register_forward_pre_hook(_Hook(pre, name), with_kwargs=True),
-        # Also after an exception: a pass that failed must not look as if it were still running.
-        module.register_forward_hook(_Hook(post, name), always_call=True),
-    )
-    runtime.removers += [handle.remove for handle in handles]
-
-
-class _Hook:
-    """A hook that cannot be copied, so that neither can its module: a copy would gather, reduce
-    and count for the original."""
-
-    def __init__(self, function: Callable[..., Any], module: str) -> None:
-        self._function, self._module = torch.compiler.disable(function), module
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __deepcopy__(self, memo: object) -> None:
-        raise guard.refuse_copy(self._module)
-
-    __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
+    hook_forward(runtime, module, pre, post)
 
 
 def _lone_modules(runtime: Runtime) -> list[nn.Module]:
@@ -249,39 +197,3 @@ def _cast_inputs(runtime: Runtime, inputs: Any) -> Any:
         return value
 
     return torch.utils._pytree.tree_map(cast, inputs)
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """All tensors in nested containers, dataclasses and plain objects."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    pending = [(value, 0)]
-    while pending:
-        item, depth = pending.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif depth < _MAX_DEPTH and not isinstance(item, _OPAQUE) and id(item) not in seen:
-            seen.add(id(item))
-            pending += [(inner, depth + 1) for inner in _items(item)]
-    return found
-
-
-_MAX_DEPTH = 6
-_OPAQUE = (type(None), str, bytes, int, float, type, nn.Module, FunctionType)
-"""What no result of a forward hides in."""
-
-
-def _items(value: object) -> list[object]:
-    """What a container contains, or the attributes of any other object."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    found = [getattr(value, name) for name in slots if hasattr(value, name)]
-    return found + list(getattr(value, "__dict__", {}).values())
-
-
-def _slots(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)

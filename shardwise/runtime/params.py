@@ -1,7 +1,6 @@
 """The parameter memory of one flat: its shard of P, the full buffer, what is kept, the master."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,12 +8,11 @@ import torch
 from shardwise.comm.carry import Carrier, Leg, finish
 from shardwise.core.layout import Slot
 from shardwise.core.ticket import DONE, Ticket
-from shardwise.core.topology import Interval
 from shardwise.plans.ops import Place
 from shardwise.plans.plan import Plan
 from shardwise.tier.memory import SwappedBuffer
 from shardwise.tier.pool import Pool
-from shardwise.tier.rest import PartOf, Resident, Rest, Stored, on_device
+from shardwise.tier.rest import Resident, Rest, Stored, on_device
 
 if TYPE_CHECKING:
     from shardwise.runtime.flat import Flat
@@ -24,7 +22,7 @@ class ParamMemory:
     """What this rank has of a flat's parameters."""
 
     def __init__(self, flat: "Flat", plan: Plan, pool: Pool) -> None:
-        self._flat, self._optim_tier = flat, plan.optim.tier
+        self._flat = flat
         rungs, dtype, device = flat.rungs, flat.dtypes.compute, flat.device
         self.full = SwappedBuffer(flat.spec.numel, dtype, device, pool)
         self.shard: Rest
@@ -46,56 +44,6 @@ class ParamMemory:
         """A parameter's place in the full buffer."""
         place: torch.Tensor = self.full.tensor[slot.interval.relative_to(0)]
         return place.view(slot.param.shape)
-
-    # --- values from outside ------------------------------------------------------------------
-
-    def make_master(self, *, empty: bool = False) -> None:
-        """``empty``: before P has any values."""
-        flat = self._flat
-        if not flat.has_master:
-            self.master = PartOf(self.shard, flat.own)
-            return
-        numel, dtype = flat.optim_at.numel, flat.dtypes.master
-        self.master = flat.make_rest(self._optim_tier, "master weights", numel, dtype)
-        if not empty:
-            with self.shard.use() as shard, self.master.use(reads=False, writes=True) as master:
-                master.copy_(shard[flat.own])
-
-    @contextmanager
-    def writing(self) -> Iterator[Callable[[Slot, torch.Tensor], None]]:
-        """Gives a function that takes this rank's elements of a value, into shard and master."""
-        with ExitStack() as stack:
-            targets = [
-                (stack.enter_context(rest.use(writes=True)), place) for rest, place in self._targets
-            ]
-
-            def write(slot: Slot, value: torch.Tensor) -> None:
-                flat_value = value.reshape(-1)
-                for buffer, place in targets:
-                    common = slot.interval.intersect(place)
-                    if common.numel:
-                        source = flat_value[common.relative_to(slot.interval.start)]
-                        buffer[common.relative_to(place.start)].copy_(source)
-
-            yield write
-
-    def write(self, slot: Slot, value: torch.Tensor) -> None:
-        """Takes this rank's elements of one parameter's full value; nothing else is read."""
-        for rest, place in self._targets:
-            common = slot.interval.intersect(place)
-            if common.numel:
-                at = common.relative_to(place.start)
-                loan = rest.lend(at.start, at.stop, reads=False)
-                loan.wait().copy_(value.reshape(-1)[common.relative_to(slot.interval.start)])
-                loan.give_back(changed=True)
-
-    @property
-    def _targets(self) -> list[tuple[Rest, Interval]]:
-        """Where values from outside go."""
-        found = [(self.shard, self._flat.part_at)]
-        if self.master is not None and self._flat.has_master:
-            found.append((self.master, self._flat.optim_at))
-        return found
 
     # --- verbs --------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from shardwise.core.errors import UsageError
 from shardwise.plans.ops import Phase, Trigger
 from shardwise.plans.order import Issuer
 from shardwise.plans.plan import Plan
+from shardwise.runtime import values
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.execute import Done, Executor
 from shardwise.runtime.flat import Pools
@@ -143,7 +144,7 @@ class Runtime:
         self.steps.require(f"Writing '{slot.name}'")
         slot.unit.settle()
         self.grid.drain()
-        slot.flat.params.write(slot.spec, value)
+        values.write(slot.flat, slot.spec, value)
         self.changed(slot.unit)
 
     def changed(self, unit: Unit) -> None:

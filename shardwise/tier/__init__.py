@@ -1,1 +1,1 @@
-"""Where states rest: pools of memory, budgets, and files on a disk."""
+"""Memory and disks where states rest: pools, budgets, and files."""

@@ -1,11 +1,11 @@
-"""Moves between memory and a file, done by a few threads beside the compute.
+"""Moves between memory and a file, executed by a few threads beside compute.
 
 A move is cut into blocks, which the threads take one at a time. Python's vectored reads and writes
-release the GIL, so that threads are enough to keep a disk busy.
+release the GIL, so threads are enough to keep a disk busy.
 
-Order: a move waits for the earlier moves of its record that it overlaps with, unless both read.
-All other moves run at once. Reads go first, since somebody is about to wait for them; but while
-reads wait, one block is always being written, so that writes, and the memory that they hold, go on.
+Order: a move waits for earlier moves of its record that overlap with it, unless both are reads. All
+other moves run concurrently. Reads have priority, because they will be waited for; but while reads
+are queued, one block is always being written, so that writes progress and free their memory.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ from shardwise.core.errors import UsageError
 from shardwise.core.meter import THREAD
 
 BLOCK_BYTES = 8 << 20
-"""What one system call moves. After each one a thread needs the GIL and a core, for which it waits
-on a busy machine: there 8 MiB read faster than 1, 2 or 4, and wrote as fast as 4."""
+"""Bytes per system call. After each call a thread needs the GIL and a core, and waits for them on a
+busy machine: there 8 MiB read faster than 1, 2 or 4, and wrote as fast as 4."""
 
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -31,13 +31,13 @@ _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def view_memory(address: int, nbytes: int) -> memoryview:
-    """Memory as a buffer, without a copy; whoever uses it keeps the memory alive."""
+    """Memory as a buffer, without a copy; the caller must keep the memory alive."""
     view: memoryview = _view(address, nbytes, _WRITABLE)
     return view
 
 
 class Scratch:
-    """Page-aligned memory of one thread, a block long. It costs nothing until it is used."""
+    """Page-aligned memory of one thread, of one block. It takes no memory until it is used."""
 
     def __init__(self, block_bytes: int) -> None:
         memory = mmap.mmap(-1, block_bytes)
@@ -46,7 +46,7 @@ class Scratch:
 
 
 class Move:
-    """A read or a write of a part of a record; the ticket of whoever asked for it."""
+    """A read or a write of a range of a record, and the ticket for it."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class Move:
         self.address = tensor.data_ptr()
         self.begin, self.end = begin, begin + tensor.nbytes
         self.span = (self.begin, self.end)
-        """What it touches in the record: whole units, since a partial one is read and rewritten."""
+        """The range of the record that it touches, in whole units: partial ones are rewritten."""
         self.blocks: list[tuple[int, int]] = []
-        """How it is cut, in bytes of the record."""
+        """Its blocks, in bytes of the record."""
         self.num_left = 0
-        """Blocks that are still to be done."""
+        """The number of blocks that are not done."""
         self.num_before = 0
-        """Moves that have to be over first."""
+        """The number of moves that must be done first."""
         self.after: list[Move] = []
         """Moves that wait for this one."""
         self.active: list[Move] = []
-        """The moves of its record that are not over."""
+        """The moves of its record that are not done."""
         self._error: BaseException | None = None
         self._done = threading.Event()
 
@@ -82,11 +82,11 @@ class Move:
         return overlaps and (self.writes or other.writes)
 
     def fail(self, error: BaseException) -> None:
-        if self._error is None:  # the first one says it best
+        if self._error is None:  # the first error is the cause
             self._error = error
 
     def finish(self) -> None:
-        del self.tensor, self.work  # a ticket may be kept; it keeps neither memory nor store
+        del self.tensor, self.work  # a ticket that is kept must not keep memory or the store alive
         self._done.set()
 
     def wait(self) -> None:
@@ -95,12 +95,12 @@ class Move:
             raise self._error
 
     def settle(self) -> None:
-        """Waits, whatever became of it."""
+        """Wait until it is done or has failed."""
         self._done.wait()
 
 
 class Movers:
-    """The threads, and the queues that they take blocks from."""
+    """The threads, and the queues of blocks."""
 
     def __init__(self, num_threads: int, block_bytes: int, name: str) -> None:
         self._block_bytes = block_bytes
@@ -118,10 +118,10 @@ class Movers:
             thread.start()
 
     def submit(self, move: Move, active: list[Move]) -> None:
-        """Queues a move behind those of ``active`` in its way; until it is over it is one."""
+        """Queue a move behind the moves in ``active`` that conflict with it; adds it to them."""
         with self._changed:
             if self._ending:
-                raise UsageError("A store was closed while a move was asked of it.")
+                raise UsageError("A store was closed while a move was submitted to it.")
             for earlier in active:
                 if move.conflicts(earlier):
                     earlier.after.append(move)
@@ -132,12 +132,12 @@ class Movers:
                 self._release(move)
 
     def snapshot(self, active: list[Move]) -> list[Move]:
-        """The moves that are not over."""
+        """The moves that are not done."""
         with self._changed:
             return list(active)
 
     def end(self) -> None:
-        """Does what is queued, and ends the threads."""
+        """Finish the queued moves, and end the threads."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -146,7 +146,7 @@ class Movers:
                 thread.join()
 
     def abandon(self) -> None:
-        """Ends the threads after the blocks that they are at: nobody will ask for the others."""
+        """End the threads after their current blocks: the other moves are no longer needed."""
         with self._changed:
             self._reads.clear()
             self._writes.clear()
@@ -163,7 +163,7 @@ class Movers:
             move, begin, end = block
             try:
                 move.work(move, begin, end, scratch)
-            except BaseException as error:  # delivered to whoever waits
+            except BaseException as error:  # raised by the ticket
                 move.fail(error)
             self._finish_block(move)
             del block, move  # the move may own large buffers
@@ -177,7 +177,7 @@ class Movers:
             write = bool(self._writes) and (
                 not self._reads or (self._num_writing == 0 and not self._wrote_last)
             )
-            self._wrote_last = write  # so that a single thread takes turns
+            self._wrote_last = write  # so that a single thread alternates
             self._num_writing += write
             return (self._writes if write else self._reads).popleft()
 
@@ -197,12 +197,12 @@ class Movers:
 
 
 def read_into(file: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fills all buffers from a file; a short read is continued."""
+    """Fill all buffers from a file; short reads are continued."""
     _move_all(os.preadv, file, buffers, offset, "the file ended early")
 
 
 def write_from(file: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Writes all buffers to a file; a short write is continued."""
+    """Write all buffers to a file; short writes are continued."""
     _move_all(os.pwritev, file, buffers, offset, "nothing more could be written")
 
 

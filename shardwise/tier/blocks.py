@@ -1,9 +1,9 @@
-"""Blocks of moves: bytes between a tensor and a file, unit by unit.
+"""Blocks of moves: bytes between a tensor and a file, in whole units.
 
-A *unit* is a page, or what one checksum covers. Only whole units are read and written. Where a
-tensor begins or ends inside one, or its memory does not lie on pages as the file does, bytes go
-through scratch memory; before a write the rest of such a unit is read. Memory beside the tensor is
-never touched, so that nothing is asked of it.
+A *unit* here is a page, or the range of one checksum. Only whole units are read and written. If a
+tensor begins or ends inside a unit, or its memory is not page-aligned like the file, bytes go
+through scratch memory; before a write the rest of such a unit is read. Memory outside the tensor is
+never touched.
 """
 
 import ctypes
@@ -18,46 +18,46 @@ from shardwise.tier.ranges import Contents, Piece, Where, round_down, round_up
 from shardwise.tier.store import Record, TierError
 
 CHECKED_BYTES = 256 << 10
-"""What one checksum covers. A move that covers a part of it reads the rest as well, so that nothing
-is ever read unchecked; that costs at most two such blocks a move."""
-_HELD = "; its values are still held in memory, where reads find them"
+"""Bytes per checksum. A move of some of them reads the rest as well, so that everything that is
+read is checked; that costs at most two such blocks per move."""
+_HELD = "; its values are kept in memory, where reads find them"
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A record, and what is known of it."""
+    """A record and its state."""
 
     record: Record
     room: int
-    """Bytes in the file: whole units."""
+    """Bytes in the file, in whole units."""
     contents: Contents = field(default_factory=Contents)
     sums: dict[int, int] = field(default_factory=dict)
-    """Checksums of the units on disk, by where they begin."""
+    """Checksums of the units on disk, by their start."""
     active: list[Move] = field(default_factory=list)
-    """Moves that are not over."""
+    """Moves that are not done."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A part of a move, in bytes of the record: what the tensor has of it, and what is touched."""
+    """A block of a move, in bytes of the record: the tensor's range, and the range touched."""
 
     begin: int
     end: int
     outer: int
-    """Where the first unit begins; the scratch memory is laid out from here."""
+    """Where the first unit begins; offsets in scratch memory are relative to it."""
     outer_end: int
     inner: int
-    """Units between here and ``inner_end`` are moved from or to the tensor itself."""
+    """Units from here to ``inner_end`` are moved directly between tensor and file."""
     inner_end: int
 
     @property
     def bounced(self) -> list[tuple[int, int]]:
-        """What goes through scratch memory, in whole units."""
+        """The ranges that go through scratch memory, in whole units."""
         return [(self.outer, self.inner), (self.inner_end, self.outer_end)]
 
 
 class BlockFile:
-    """Moves blocks of records from and to an open file; threads may share it."""
+    """Moves blocks of records from and to an open file; thread-safe."""
 
     def __init__(
         self, file: int, *, block_bytes: int, direct: bool, checksum: bool, name: str
@@ -65,10 +65,10 @@ class BlockFile:
         self._file, self._block_bytes, self._direct = file, block_bytes, direct
         self._checksum, self._name = checksum, name
         self.unit = CHECKED_BYTES if checksum else PAGE_BYTES
-        self._lock = threading.Lock()  # of what entries know
+        self._lock = threading.Lock()  # protects entries
 
     def plan(self, move: Move) -> None:
-        """Cuts a move into blocks."""
+        """Cut a move into blocks."""
         move.span = (round_down(move.begin, self.unit), round_up(move.end, self.unit))
         size = self._block_bytes
         cuts = range(round_down(move.begin, size), move.end, size)
@@ -84,7 +84,7 @@ class BlockFile:
         return _Block(begin, end, outer, outer_end, inner, inner_end)
 
     def read(self, entry: Entry, move: Move, begin: int, end: int, scratch: Scratch) -> None:
-        """Reads one block of a move."""
+        """Read one block of a move."""
         block = self._shape(move, begin, end)
         with self._lock:
             pieces = entry.contents.between(block.outer, block.outer_end)
@@ -103,7 +103,7 @@ class BlockFile:
             ctypes.memmove(address, scratch.address + first - block.outer, last - first)
 
     def write(self, entry: Entry, move: Move, begin: int, end: int, scratch: Scratch) -> None:
-        """Writes one block of a move; on failure its bytes are held in memory."""
+        """Write one block of a move; on failure its bytes are kept in memory."""
         block = self._shape(move, begin, end)
         try:
             self._complete(entry, block, scratch)
@@ -118,7 +118,7 @@ class BlockFile:
         try:
             write_from(self._file, buffers, entry.record.offset + block.outer)
         except OSError as error:
-            # Units may be half written: all their bytes are held.
+            # Units may be partly written: all their bytes are kept.
             self._hold(entry, block.outer, block.outer_end, b"".join(buffers))
             raise self._failure(entry, "Writing", block, error) from error
         with self._lock:
@@ -126,8 +126,8 @@ class BlockFile:
             entry.sums.update(sums)
 
     def _complete(self, entry: Entry, block: _Block, scratch: Scratch) -> None:
-        """Brings into scratch memory what units of a block hold beside the tensor's bytes."""
-        at_end = block.end == entry.record.nbytes  # behind which is nothing
+        """Read into scratch memory the bytes of a block's units that are not the tensor's."""
+        at_end = block.end == entry.record.nbytes  # no bytes follow
         partial = {block.outer} if block.begin > block.outer else set()
         if block.end < block.outer_end and not at_end:
             partial.add(block.outer_end - self.unit)
@@ -138,7 +138,7 @@ class BlockFile:
             ctypes.memset(scratch.address + block.end - block.outer, 0, padding)
 
     def _gather(self, entry: Entry, begin: int, end: int, origin: int, scratch: Scratch) -> None:
-        """Brings units into scratch memory, wherever their bytes are."""
+        """Copy units into scratch memory, wherever their bytes are."""
         with self._lock:
             pieces = entry.contents.between(begin, end)
         for piece in pieces:
@@ -147,7 +147,7 @@ class BlockFile:
                 buffer = scratch.view[first - origin : last - origin]
                 read_into(self._file, [buffer], entry.record.offset + first)
                 self._check(entry, [buffer], first)
-        for piece in pieces:  # over what was read around the others
+        for piece in pieces:  # overwrites what was read around the others
             address, nbytes = scratch.address + piece.begin - origin, piece.end - piece.begin
             if piece.where is Where.NOWHERE:
                 ctypes.memset(address, 0, nbytes)
@@ -159,7 +159,7 @@ class BlockFile:
             entry.contents.set(Piece(begin, end, Where.MEMORY, memoryview(held)))
 
     def _sums(self, buffers: list[memoryview], begin: int) -> dict[int, int]:
-        """The checksum of each unit in buffers, which hold whole units each."""
+        """The checksum of each unit in buffers of whole units."""
         sums: dict[int, int] = {}
         if self._checksum:
             for buffer in buffers:
@@ -172,17 +172,17 @@ class BlockFile:
         for at, found in self._sums(buffers, begin).items():
             if entry.sums[at] != found:
                 raise OSError(
-                    f"bytes {at} to {at + self.unit} are not those that were written, by their "
-                    "checksum"
+                    f"by their checksum, bytes {at} to {at + self.unit} differ from what was "
+                    "written"
                 )
 
     def _failure(self, entry: Entry, verb: str, block: _Block, cause: OSError) -> TierError:
-        code = errno.errorcode.get(cause.errno or 0)  # an OSError of our own has no number
+        code = errno.errorcode.get(cause.errno or 0)  # our own OSErrors have no number
         name = f" ({code})" if code else ""
         way, remark = ("to", _HELD) if verb == "Writing" else ("from", "")
         error = TierError(
             f"{verb} {entry.record.label} (bytes {block.begin} to {block.end}) {way} {self._name} "
-            f"failed: {cause.strerror or cause}{name}{remark}; check the disk's room and health."
+            f"failed: {cause.strerror or cause}{name}{remark}; check the disk's space and health."
         )
         error.errno = cause.errno
         return error
@@ -199,7 +199,7 @@ def _buffers(move: Move, block: _Block, scratch: Scratch) -> list[memoryview]:
 def _tensor_parts(
     move: Move, block: _Block, ranges: list[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """What the tensor has of some ranges: begin, end, and the address in memory."""
+    """The tensor's bytes in some ranges: begin, end, and the address in memory."""
     parts = []
     for begin, end in ranges:
         begin, end = max(begin, block.begin), min(end, block.end)

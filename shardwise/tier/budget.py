@@ -1,4 +1,4 @@
-"""How much of a tier one rank may use: every byte that is handed out is claimed first."""
+"""How much of a tier a rank may use: all memory is claimed before it is allocated."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ class BudgetError(ShardwiseError, MemoryError):
 
 
 class Budget:
-    """What one rank holds of a tier, and may hold."""
+    """What a rank holds of a tier, and its limit."""
 
     def __init__(self, tier: str, limit_bytes: int | None = None) -> None:
         self.tier, self.limit_bytes = tier, limit_bytes
@@ -24,16 +24,16 @@ class Budget:
         return self.limit_bytes is None or self.held_bytes + nbytes <= self.limit_bytes
 
     def before_refusing(self, trim: Callable[[], None]) -> None:
-        """Registers who can give idle memory back when the budget is used up."""
+        """Register a function that frees idle memory when the budget is used up."""
         self._trims.append(trim)
 
     def claim(self, nbytes: int, what: str) -> None:
-        """Counts bytes that are about to be taken; raises instead if they are too many.
+        """Count bytes that will be allocated; raise if they exceed the budget.
 
         >>> Budget("cpu", 10).claim(11, "a test")
         Traceback (most recent call last):
-        shardwise.tier.budget.BudgetError: a test needs 11 bytes of tier cpu, of whose budget of \
-10 bytes 0 are in use; raise tiers.cpu_bytes in the plan, or rest more states elsewhere.
+        shardwise.tier.budget.BudgetError: a test needs 11 bytes of tier cpu, but 0 of its budget \
+of 10 bytes are in use; raise tiers.cpu_bytes in the plan, or move states to another tier.
         """
         if not self.admits(nbytes):
             for trim in self._trims:
@@ -41,9 +41,9 @@ class Budget:
         with self._lock:
             if not self.admits(nbytes):
                 raise BudgetError(
-                    f"{what} needs {nbytes} bytes of tier {self.tier}, of whose budget of "
-                    f"{self.limit_bytes} bytes {self.held_bytes} are in use; raise "
-                    f"tiers.{self.tier}_bytes in the plan, or rest more states elsewhere."
+                    f"{what} needs {nbytes} bytes of tier {self.tier}, but {self.held_bytes} of "
+                    f"its budget of {self.limit_bytes} bytes are in use; raise "
+                    f"tiers.{self.tier}_bytes in the plan, or move states to another tier."
                 )
             self.held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -1,12 +1,12 @@
-"""The folder that a store makes under a path: who owns it, and how it goes away.
+"""The folder that a store makes under a path: who owns it, and how it is removed.
 
-A folder holds a lock file, locked as long as its owner lives, and a note for people. The data file
-has no name, so that the system frees it however the owner ends. What a killed process leaves is
-the almost empty folder; the next store on the path removes it.
+A folder has a lock file, locked as long as its owner lives, and a note for people. The data file
+has no name, so the system frees it however the owner ends. A killed process leaves only the almost
+empty folder; the next store on the path removes it.
 
-Only what we made is removed: a real folder (no link) of our user with our kind of name, with our
-note in it and nothing else, whose lock is free. A folder made on another host stays, because a
-shared file system may not share its locks.
+Only our folders are removed: a real folder (no link) of this user with our kind of name, with
+nothing in it but our note and lock, whose lock is free. A folder made on another host stays,
+because a shared file system may not share its locks.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from shardwise.core.errors import UsageError
 from shardwise.tier.store import TierError
 
 KIND = "shardwise run folder"
-"""In the note, so that no other program's file is taken for it."""
+"""Stands in the note, to distinguish it from files of other programs."""
 LOCK, NOTE, NEW_NOTE, DATA = "owner.lock", "owner.json", "owner.json.new", "data"
 _NAME = re.compile(r"shardwise-\d+-[0-9a-f]{8}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems that are memory; newer ones of them accept O_DIRECT, and ignore it."""
+"""File systems in memory; newer versions accept O_DIRECT, but ignore it."""
 
 IN_USE, LEFT_BEHIND, OTHER_HOST, UNKNOWN = "in use", "left behind", "another host's", "not ours"
 
 
 class RunFolder:
-    """A folder of our own under ``path``, locked until it is removed or the process ends."""
+    """A folder of this run under ``path``, locked until it is removed or the process ends."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._note = {
@@ -60,20 +60,20 @@ class RunFolder:
                 raise
         except OSError as error:
             raise TierError(
-                f"No folder of the nvme tier could be made and locked in {path}: "
+                f"The nvme tier cannot make and lock a folder in {path}: "
                 f"{error.strerror or error}; set tiers.path to a folder on a local disk that this "
                 "user may write to."
             ) from error
 
     def note_bytes(self, nbytes: int) -> None:
-        """Says in the note how large the data file is."""
+        """Write the size of the data file into the note."""
         self._note["bytes"] = nbytes
         new = self.path / NEW_NOTE
         new.write_text(json.dumps(self._note, indent=1) + "\n", encoding="utf-8")
         new.rename(self.path / NOTE)
 
     def open_data(self, flags: int) -> int:
-        """A new file without a name, for reading and writing by this user only."""
+        """A new file without a name, which only this user can read and write."""
         return _open_nameless(self.path, DATA, flags)
 
     def remove(self) -> None:
@@ -81,13 +81,13 @@ class RunFolder:
         os.close(self._lock)
 
     def leave(self) -> None:
-        """In a forked child: lets go of the lock, which the parent keeps."""
+        """In a forked child: close the lock, which the parent keeps."""
         os.close(self._lock)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A folder with our kind of name, and what its note says."""
+    """A folder with our kind of name, and the contents of its note."""
 
     path: Path
     state: str
@@ -104,12 +104,12 @@ def find_folders(path: Path) -> list[Found]:
 
 
 def remove_left_behind(path: Path) -> list[Found]:
-    """Removes the run folders whose owners are gone, and returns them."""
+    """Remove the run folders whose owners have ended, and return them."""
     return [found for name in _names(path) if (found := _clean(path / name)) is not None]
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system at a path, such as ext4; an empty text where nobody says."""
+    """The kind of file system at a path, such as ext4; empty if unknown."""
     found, deepest = "", -1
     here = os.path.realpath(path)
     with contextlib.suppress(OSError):
@@ -122,10 +122,10 @@ def file_system(path: Path) -> str:
 
 
 def try_direct(path: Path) -> str:
-    """Writes and reads a page past the page cache; why that is not possible, or an empty text."""
+    """Write and read a page with direct I/O; returns why that is impossible, or an empty text."""
     kind = file_system(path)
     if kind in IN_MEMORY:
-        return f"{kind} is memory"
+        return f"{kind} is in memory"
     page, again = mmap.mmap(-1, mmap.PAGESIZE), mmap.mmap(-1, mmap.PAGESIZE)
     page.write(secrets.token_bytes(mmap.PAGESIZE))
     try:
@@ -137,17 +137,17 @@ def try_direct(path: Path) -> str:
             os.close(file)
     except OSError as error:
         return error.strerror or str(error)
-    return "" if page[:] == again[:] else "other bytes are read than were written"
+    return "" if page[:] == again[:] else "the bytes read differ from those written"
 
 
 def check_folder(path: Path) -> None:
-    """Raises unless stores can be made under a path."""
+    """Raise unless stores can be made under a path."""
     if not path.is_dir():
-        raise UsageError(f"{path} is no folder; set tiers.path to one on a local disk.")
+        raise UsageError(f"{path} is not a folder; set tiers.path to one on a local disk.")
 
 
 def _make_locked(path: Path) -> tuple[Path, int]:
-    """A new folder and its lock. Until its note is written nobody else takes it for ours."""
+    """A new folder and its lock. Until its note is written, others do not take it for ours."""
     folder = path / f"shardwise-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir(mode=0o700)
     try:
@@ -165,7 +165,7 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 
 def _open_nameless(folder: Path, name: str, flags: int) -> int:
-    """A file that goes when it is closed; it has ``name`` for a moment where it needs one."""
+    """A file that is removed when closed; it has ``name`` briefly if it needs one."""
     flags |= os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
@@ -173,7 +173,7 @@ def _open_nameless(folder: Path, name: str, flags: int) -> int:
         if error.errno not in _NO_TMPFILE:
             raise
     os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    try:  # in two steps: a file that is made with flags that are not known here stays
+    try:  # in two steps: a file created with unsupported flags would stay
         return os.open(folder / name, flags | os.O_NOFOLLOW)
     finally:
         os.unlink(folder / name)
@@ -184,14 +184,14 @@ def _names(path: Path) -> list[str]:
 
 
 def _examine(folder: Path) -> Found:
-    """What a folder is, without a change."""
+    """The state of a folder, without changing it."""
     with contextlib.ExitStack() as stack:
         return _inspect(folder, stack) or Found(folder, UNKNOWN)
 
 
 def _clean(folder: Path) -> Found | None:
-    """Removes a folder whose owner is gone; None where there is nothing to remove."""
-    with contextlib.ExitStack() as stack:  # keeps the lock until the folder is gone
+    """Remove a folder whose owner has ended; None: there is nothing to remove."""
+    with contextlib.ExitStack() as stack:  # holds the lock until the folder is removed
         found = _inspect(folder, stack)
         if found is None or found.state != LEFT_BEHIND:
             return None
@@ -199,7 +199,7 @@ def _clean(folder: Path) -> Found | None:
 
 
 def _inspect(folder: Path, stack: contextlib.ExitStack) -> Found | None:
-    """Reads the note and tries the lock, held until ``stack`` ends; None where it is not ours."""
+    """Read the note and try the lock, held until ``stack`` ends; None: the folder is not ours."""
     try:
         directory = os.open(folder, _DIRECTORY)  # fails for a link
         stack.callback(os.close, directory)
@@ -234,7 +234,7 @@ def _read(name: str, directory: int) -> str:
 
 
 def _remove(folder: Path) -> bool:
-    """Removes the files that we make, and the folder if nothing else is in it."""
+    """Remove the files that we make, and the folder if it has nothing else."""
     try:
         directory = os.open(folder, _DIRECTORY)
     except OSError:

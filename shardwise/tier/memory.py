@@ -1,10 +1,10 @@
-"""Memory that comes and goes under tensors that stay.
+"""Tensors whose memory is attached and detached.
 
 [Note: Swapped storage]
-Autograd saves views of a parameter's storage, so a parameter cannot simply be given other memory
-in backward: the saved views would still point at the old. Instead each flat keeps one storage for
-ever, and pooled memory is swapped in and out underneath it; views follow. While nothing is swapped
-in, the storage rests on a region that reads as NaN in every float format, so that a stale alias
+Autograd saves views of a parameter's storage, so a parameter cannot simply get other memory in
+backward: the saved views would still point to the old memory. Instead each flat keeps one storage
+permanently, and pooled memory is swapped in and out underneath it; views follow. While no memory is
+swapped in, the storage points to a region that reads as NaN in every float format, so a stale alias
 shows NaN instead of another tensor's values, and never crashes.
 
 ``UntypedStorage._swap_data_ptr_`` is private to torch and used only here.
@@ -30,7 +30,7 @@ def tensor_on(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> 
 
 
 class SwappedBuffer:
-    """One flat tensor whose memory comes and goes; see [Note: Swapped storage]."""
+    """A flat tensor whose memory is swapped in and out; see [Note: Swapped storage]."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: Pool) -> None:
         self._pool = pool
@@ -44,14 +44,14 @@ class SwappedBuffer:
         )
 
     def fill(self) -> None:
-        """Puts memory (with arbitrary contents) under the tensor."""
+        """Swap in memory, with arbitrary contents."""
         if self._lent is None:
             self._lent = self._pool.take(self._nbytes)
             self._storage._swap_data_ptr_(self._lent)
             self.filled = True
 
     def drop(self) -> None:
-        """Takes the memory away again; the tensor reads as NaN."""
+        """Swap the memory out; the tensor then reads as NaN."""
         if self._lent is not None:
             self._storage._swap_data_ptr_(self._lent)
             self._pool.give(self._lent)
@@ -70,12 +70,12 @@ _regions: list[ctypes.Array[ctypes.c_char]] = []
 def _nan_region(nbytes: int) -> ctypes.Array[ctypes.c_char]:
     """A process-wide range of at least ``nbytes`` addresses that all read 0xFF.
 
-    It costs two megabytes of memory however long it is: one tile of a memory file, mapped again
-    and again. Private, so that a write through a stale alias stays where it is.
+    Whatever its length, it takes two megabytes of memory: one tile of a memory file, mapped
+    repeatedly. The mappings are private, so a write through a stale alias changes only one page.
     """
     if not _regions or len(_regions[-1]) < nbytes:
         tiles = -(-nbytes // _TILE_BYTES)
-        # At least double, so that a model with growing units does not map many regions.
+        # At least double the size, so that a model with growing units does not map many regions.
         tiles = max(tiles, 2 * len(_regions[-1]) // _TILE_BYTES if _regions else 16)
         _regions.append(_map_tiles(tiles))
     return _regions[-1]
@@ -105,20 +105,20 @@ def _map_tiles(tiles: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def return_large_blocks() -> None:
-    """From now on malloc takes blocks of a megabyte from the system, and gives them back (glibc).
+    """Make malloc return freed blocks of a megabyte or more to the system (glibc).
 
-    It would keep freed blocks of up to 32 MiB, and between the outputs and gradients of many tiles
-    most of its heap was holes: 569 of 688 MB after a few steps with 16 tiles of 16 MiB.
+    By default it keeps freed blocks of up to 32 MiB, and between the outputs and gradients of many
+    tiles most of its heap was unused: 569 of 688 MB after a few steps with 16 tiles of 16 MiB.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 _M_MMAP_THRESHOLD = -3
-"""As in malloc.h."""
+"""From malloc.h."""
 
 
 def trim_heap() -> None:
-    """Returns what malloc holds back to the system, where the C library can (glibc)."""
+    """Return malloc's free memory to the system, if the C library can (glibc)."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

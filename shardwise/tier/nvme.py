@@ -1,8 +1,9 @@
-"""A store on a disk: one file a rank, read and written directly, past the page cache.
+"""A store on a disk: one file per rank, read and written with direct I/O.
 
-The file has no name and vanishes with the process. What was never written reads as zero. Records
-begin on a *unit*: a page, or a block of a checksum. Moves touch whole units; where a tensor begins
-or ends inside one, that unit goes through a buffer, and for a write its other bytes are read first.
+The file has no name and vanishes with the process. Bytes that were never written read as zero.
+Records begin on a *unit*: here a page, or the range of a checksum. Moves touch whole units; if a
+tensor begins or ends inside one, that unit goes through a buffer, and before a write its other
+bytes are read.
 """
 
 import contextlib
@@ -35,14 +36,14 @@ from shardwise.tier.ranges import FreeRanges, round_down, round_up
 from shardwise.tier.store import Record, TierError
 
 GROWTH_BYTES = 64 << 20
-"""The file grows by at least this much, since each growth is a system call and a note."""
+"""The file grows by at least this much, because growing takes a system call and a new note."""
 
 
 class NvmeStore:
     """Keeps records in a file under ``path``; implements `shardwise.tier.store.Store`.
 
-    A write that fails loses nothing: its bytes stay in memory, where reads find them, until a later
-    write of the same range succeeds. With ``checksum`` every byte is checked as it is read.
+    A failed write loses nothing: its bytes stay in memory, where reads find them, until a later
+    write of the same range succeeds. With ``checksum`` every byte is checked when it is read.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class NvmeStore:
         self._free = FreeRanges()
         self._file_bytes = 0
         self._refusal = ""
-        """Why no call is possible any more."""
+        """Why the store cannot be used any more; empty if it can."""
         self.held_bytes = 0
         remove_left_behind(self.path)
         self._folder = RunFolder(self.path, rank)
@@ -87,7 +88,7 @@ class NvmeStore:
         _live.add(self)
 
     def reserve(self, nbytes: int, label: str) -> Record:
-        """Room for a tensor; raises a TierError where there is none."""
+        """Reserve space for a tensor; raises a TierError if there is none."""
         self._check_open()
         room = max(self._blocks.unit, round_up(nbytes, self._blocks.unit))
         self._budget.claim(nbytes, label)
@@ -103,7 +104,7 @@ class NvmeStore:
         return record
 
     def scratch(self, nbytes: int) -> torch.UntypedStorage:
-        """Memory that the system may move to the disk; its file goes when nobody uses it."""
+        """Memory that the system may move to the disk; its file is removed after the last use."""
         self._check_open()
         file = self._folder.open_data(0)
         try:
@@ -114,15 +115,15 @@ class NvmeStore:
         return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
     def put(self, record: Record, source: torch.Tensor, start: int = 0) -> Ticket:
-        """Begins to write; ``source`` may change after the ticket."""
+        """Start a write; ``source`` may change after the ticket."""
         return self._submit(record, source, start, writes=True)
 
     def get(self, record: Record, out: torch.Tensor, start: int = 0) -> Ticket:
-        """Begins to read into ``out``, which is valid after the ticket."""
+        """Start a read into ``out``, which is valid after the ticket."""
         return self._submit(record, out, start, writes=False)
 
     def free(self, record: Record) -> None:
-        """Gives the room back, after the moves that were asked for."""
+        """Free the record's space, after its submitted moves."""
         with self._lock:
             entry = self._find(record)
             del self._entries[record.offset]
@@ -134,7 +135,7 @@ class NvmeStore:
         self._budget.release(record.nbytes)
 
     def close(self) -> None:
-        """Waits for what was asked for, and removes everything."""
+        """Wait for all submitted moves, and remove everything."""
         with self._lock:
             if self._refusal:
                 return
@@ -148,7 +149,7 @@ class NvmeStore:
     def _check_open(self) -> None:
         if self._refusal:
             raise UsageError(
-                f"The store of rank {self._rank} in {self.path} {self._refusal}; make a new one."
+                f"The store of rank {self._rank} in {self.path} {self._refusal}; open a new one."
             )
 
     def _find(self, record: Record) -> Entry:
@@ -156,12 +157,12 @@ class NvmeStore:
         entry = self._entries.get(record.offset)
         if entry is None or entry.record is not record:
             raise UsageError(
-                f"{record.label} is no record of the store in {self.path}, or was freed; reserve "
-                "it first."
+                f"{record.label} is not a record of the store in {self.path}, or was freed; "
+                "reserve it first."
             )
         return entry
 
-    # Room in the file
+    # Space in the file
 
     def _take(self, room: int) -> int:
         offset, unit = self._free.take(room), self._blocks.unit
@@ -184,11 +185,11 @@ class NvmeStore:
         try:
             _allocate(self._file, self._file_bytes, nbytes)
         except OSError as error:
-            os.ftruncate(self._file, self._file_bytes)  # gives back what it got
+            os.ftruncate(self._file, self._file_bytes)  # frees what was allocated
             raise self._no_room(nbytes, self._free_bytes()) from error
         self._free.give(self._file_bytes, self._file_bytes + nbytes)
         self._file_bytes += nbytes
-        with contextlib.suppress(OSError):  # the note is for people, and the disk may be full now
+        with contextlib.suppress(OSError):  # only a note for people; the disk may be full
             self._folder.note_bytes(self._file_bytes)
 
     def _free_bytes(self) -> int:
@@ -198,7 +199,7 @@ class NvmeStore:
     def _no_room(self, nbytes: int, free_bytes: int) -> TierError:
         error = TierError(
             f"The nvme tier of rank {self._rank} needs {nbytes} more bytes in {self.path}, where "
-            f"{free_bytes} are free; make room there, or set tiers.path to a larger disk."
+            f"{free_bytes} are free; free space there, or set tiers.path to a larger disk."
         )
         error.errno = errno.ENOSPC
         return error
@@ -214,13 +215,13 @@ class NvmeStore:
             )
         if start < 0 or start + tensor.nbytes > record.nbytes:
             raise UsageError(
-                f"{record.label} has {record.nbytes} bytes, which do not contain {tensor.nbytes} "
-                f"from {start} on."
+                f"{record.label} has {record.nbytes} bytes, too few for {tensor.nbytes} bytes from "
+                f"{start} on."
             )
         if tensor.nbytes == 0:
             return DONE
 
-        # A method of the store and not of its file: the store lives as long as its moves.
+        # A method of the store, not of its file, so that the store lives as long as its moves.
         move = Move(partial(self._move_block, entry), tensor, start, writes=writes)
         self._blocks.plan(move)
         self._movers.submit(move, entry.active)
@@ -234,7 +235,7 @@ class NvmeStore:
         count_moved(move.meter, end - begin, writes=move.writes)
 
     def _leave(self) -> None:
-        """In a forked child: file and folder are the parent's, and so are the threads."""
+        """In a forked child: file, folder and threads belong to the parent."""
         self._refusal = "belongs to the process that this one was forked from"
         if self._finalizer.detach() is not None:
             os.close(self._file)
@@ -253,7 +254,7 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 def _open(folder: RunFolder, path: Path) -> tuple[int, bool]:
-    """The data file, and whether it is read and written past the page cache."""
+    """The data file, and whether it uses direct I/O."""
     kind = file_system(path)
     direct = kind not in IN_MEMORY
     try:
@@ -265,12 +266,12 @@ def _open(folder: RunFolder, path: Path) -> tuple[int, bool]:
             file, direct = folder.open_data(0), False
     except OSError as error:
         raise TierError(
-            f"No file of the nvme tier could be made in {path}: {error.strerror}; set tiers.path "
+            f"The nvme tier cannot make a file in {path}: {error.strerror}; set tiers.path "
             "to a folder on a local disk that this user may write to."
         ) from error
     if not direct:
         warnings.warn(
-            f"The nvme tier in {path} goes through the page cache and takes memory, because the "
+            f"The nvme tier in {path} uses the page cache, which takes memory, because the "
             f"file system there ({kind or 'unknown'}) has no direct I/O; set tiers.path to a "
             "folder on a local disk.",
             RuntimeWarning,
@@ -285,11 +286,11 @@ def _allocate(file: int, begin: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(file, begin + nbytes)  # a file system that cannot: room is found on writing
+        os.ftruncate(file, begin + nbytes)  # not supported: space is allocated on writing
 
 
 def _dismantle(movers: Movers, file: int, folder: RunFolder, pid: int) -> None:
-    if os.getpid() == pid:  # else a forked child ends, to which nothing belongs
+    if os.getpid() == pid:  # otherwise a forked child ends, which owns nothing
         movers.abandon()
         os.close(file)
         folder.remove()

@@ -1,7 +1,7 @@
-"""Memory that is lent and taken back: buffers are reused by size, never grown silently.
+"""Pools of buffers, which are reused by size and never grow silently.
 
-On CPU memory comes from mmap: it begins on a page, as direct reads from a disk need it, and
-dropping it returns it to the system.
+On CPU memory comes from mmap: it is page-aligned, as direct I/O requires, and freeing it returns it
+to the system.
 """
 
 import mmap
@@ -18,10 +18,10 @@ _LARGE_PAGE_BYTES = 2 << 20
 
 
 class Pool:
-    """Hands out memory by size and takes it back; threads may share it.
+    """Lends memory by size and takes it back; thread-safe.
 
-    ``held_bytes`` is what the pool owns, lent or idle. How many buffers of a size are lent at once
-    is the runtime's choice (prefetch, gradients in flight), which the memory model knows.
+    ``held_bytes`` is what the pool owns, lent or idle. The runtime decides how many buffers of a
+    size are lent at once (prefetch, gradients in flight), and the memory model predicts it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Pool:
         if idle is not None:
             storage, used = idle
             if used is not None and self._pinned:
-                used.synchronize()  # the next user may be a thread that reads from a disk
+                used.synchronize()  # the next user may be a thread, without a stream
             elif used is not None:
                 torch.cuda.current_stream(self._device).wait_event(used)
             return storage
@@ -54,7 +54,7 @@ class Pool:
         return allocate(nbytes, self._device, pinned=self._pinned)
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        """Takes memory back; on CUDA the stream that gives it may still be working on it."""
+        """Take memory back; on CUDA the current stream may still be using it."""
         used = None
         if self._pinned or self._device.type == "cuda":
             used = torch.cuda.Event()
@@ -63,7 +63,7 @@ class Pool:
             self._idle[storage.nbytes()].append((storage, used))
 
     def trim(self) -> None:
-        """Returns idle memory to the system."""
+        """Return idle memory to the system."""
         with self._lock:
             freed = sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
             self.held_bytes -= freed
@@ -72,7 +72,7 @@ class Pool:
 
 
 def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.UntypedStorage:
-    """Fresh memory; on CPU from mmap, unless it is to be ``pinned`` for copies to CUDA."""
+    """Fresh memory; on CPU from mmap, unless it is ``pinned`` for copies to CUDA."""
     if pinned and nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
     if device.type != "cpu" or nbytes == 0:
@@ -81,10 +81,10 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """Private pages, large ones where the system has them.
+    """Private pages, large ones if the system has them.
 
-    A disk then gets a few long pieces instead of hundreds: one read 2 GB/s into pages of 4 KiB and
-    5 GB/s into large ones (``benchmarks/disk.py``).
+    A disk then gets a few long pieces instead of hundreds: one disk read 2 GB/s into pages of 4 KiB
+    and 5 GB/s into large pages (``benchmarks/disk.py``).
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes)
@@ -96,7 +96,7 @@ def _map(nbytes: int) -> mmap.mmap:
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor of zeros in memory that goes back to the system when dropped."""
+    """A flat tensor of zeros whose memory returns to the system when dropped."""
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     storage = allocate(numel * dtype.itemsize, device)  # fresh pages of mmap are zero

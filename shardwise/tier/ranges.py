@@ -1,4 +1,4 @@
-"""Ranges of bytes in a file: which are free, and what each range of a record holds."""
+"""Ranges of bytes in a file: which are free, and where the bytes of a record are."""
 
 import bisect
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ def round_up(position: int, unit: int) -> int:
 
 
 class FreeRanges:
-    """Free room of a file: first fit, neighbours merged.
+    """Free space of a file: first fit, neighbours are merged.
 
     >>> room = FreeRanges()
     >>> room.give(0, 100)
@@ -29,7 +29,7 @@ class FreeRanges:
         self._ranges: list[tuple[int, int]] = []
 
     def take(self, nbytes: int) -> int | None:
-        """Where ``nbytes`` are free, which they no longer are; None where they are nowhere."""
+        """Allocate ``nbytes`` and return their start; None: no free range is large enough."""
         for at, (begin, end) in enumerate(self._ranges):
             if end - begin >= nbytes:
                 left = [(begin + nbytes, end)] if end - begin > nbytes else []
@@ -47,7 +47,7 @@ class FreeRanges:
         self._ranges.insert(at, (begin, end))
 
     def tail(self, end: int) -> int:
-        """How many bytes before ``end``, the end of the file, are free."""
+        """Number of free bytes directly before ``end``, the end of the file."""
         last = self._ranges[-1] if self._ranges else (end, end)
         return last[1] - last[0] if last[1] == end else 0
 
@@ -62,26 +62,26 @@ class Where(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range whose bytes are all in one place."""
+    """A range whose bytes are all in the same place."""
 
     begin: int
     end: int
     where: Where
     held: memoryview | None = None
-    """The bytes themselves, where they are in memory."""
+    """The bytes, if they are in memory."""
 
     def cut(self, begin: int, end: int) -> "Piece":
-        """The part of it that lies between two positions."""
+        """The part of it between two positions."""
         begin, end = max(begin, self.begin), min(end, self.end)
         held = self.held[begin - self.begin : end - self.begin] if self.held is not None else None
         return Piece(begin, end, self.where, held)
 
 
 class Contents:
-    """Where the bytes of one record are.
+    """Where the bytes of a record are.
 
-    What was never written is known from here and not from the file, so that a record may get the
-    room of an earlier one without a write of zeros.
+    This, not the file, knows which bytes were never written, so a record may get the space of an
+    earlier one without writing zeros.
 
     >>> contents = Contents()
     >>> contents.set(Piece(10, 20, Where.DISK))
@@ -94,7 +94,7 @@ class Contents:
         self._pieces: list[Piece] = []  # sorted, none of them NOWHERE
 
     def set(self, new: Piece) -> None:
-        """From now on the bytes of its range are there."""
+        """Set where the bytes of a range are."""
         pieces = [new]
         for old in self._pieces:
             pieces += [

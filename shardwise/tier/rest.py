@@ -1,8 +1,8 @@
-"""Where a part of a state is between its uses: in memory, or on a disk from which it is lent.
+"""Where this rank's shard of a state is between uses: in memory, or on a disk.
 
-A part that is *resident* is one tensor for ever. A *stored* one has no memory of its own: ``use``
-and ``lend`` bring its contents into a buffer of a pool, and write them back where they changed.
-The optimizer borrows slices (``lend``), everybody else the whole.
+A *resident* shard is one permanent tensor. A *stored* shard has no memory of its own: ``use`` and
+``lend`` read it into a buffer of a pool, and write it back if it changed. The optimizer borrows
+slices (``lend``), all others use the whole shard.
 """
 
 import threading
@@ -23,43 +23,43 @@ from shardwise.tier.store import Store, TierError
 
 
 class Loan(Protocol):
-    """Some elements of a part in memory, for a while."""
+    """Some elements of a shard, in memory for a while."""
 
     tensor: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once its contents are there."""
+        """The tensor, once its contents have been read."""
 
     def give_back(self, *, changed: bool) -> None:
-        """Ends the loan; what changed is written back beside whatever comes next."""
+        """End the loan; changes are written back in the background."""
 
 
 class Rest(Protocol):
-    """One part of one state."""
+    """This rank's shard of one state."""
 
     is_resident: bool
     numel: int
     dtype: torch.dtype
 
     def prefetch(self) -> None:
-        """Begins to bring the whole part into memory, for the next ``use``."""
+        """Start to read the whole shard into memory, for the next ``use``."""
 
     def discard(self) -> None:
-        """Drops what was prefetched: it is stale, or nobody came for it."""
+        """Drop what was prefetched: it is stale, or was not used."""
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
-        """Elements for reading and writing; without ``reads`` what they hold is arbitrary."""
+        """Lend elements for reading and writing; without ``reads`` their contents are arbitrary."""
 
     @contextmanager
     def use(self, *, reads: bool = True, writes: bool = False) -> Iterator[torch.Tensor]:
-        """The whole part; an error inside leaves a stored one as it was."""
+        """The whole shard; after an error inside, a stored shard is unchanged."""
 
     def free(self) -> None:
-        """Ends it, and gives its place back."""
+        """Free its memory and space."""
 
 
 class Resident:
-    """A part that is always in memory."""
+    """A shard that is always in memory."""
 
     is_resident = True
 
@@ -85,7 +85,7 @@ class Resident:
 
 @dataclass
 class _View:
-    """A loan of what is in memory anyway."""
+    """A loan from a resident shard."""
 
     tensor: torch.Tensor
 
@@ -97,7 +97,7 @@ class _View:
 
 
 class Stored:
-    """A part that rests in a store."""
+    """A shard that rests in a store."""
 
     is_resident = False
 
@@ -125,7 +125,7 @@ class Stored:
         return ahead
 
     def read_into(self, out: torch.Tensor) -> Ticket:
-        """Begins to read the whole part into memory of the caller's."""
+        """Start to read the whole shard into memory of the caller."""
         return self._disk.store.get(self._record, out)
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
@@ -148,7 +148,7 @@ class Stored:
 
 
 class _Buffered:
-    """A loan from a store: a buffer of the pool's."""
+    """A loan from a store, in a buffer of the pool."""
 
     def __init__(self, rest: Stored, start: int, stop: int, reads: bool) -> None:
         self._rest, self._start = rest, start * rest.dtype.itemsize
@@ -172,7 +172,7 @@ class _Buffered:
 
 
 class PartOf:
-    """Some elements of another part: the master of a flat whose P has the master's dtype."""
+    """Some elements of another shard: the master of a flat whose P has the master's dtype."""
 
     def __init__(self, whole: Rest, place: slice) -> None:
         self._whole, self._place = whole, place
@@ -182,7 +182,7 @@ class PartOf:
             self.tensor = whole.tensor[place]
 
     def prefetch(self) -> None:
-        pass  # the other part is prefetched for itself
+        pass  # the other shard is prefetched by itself
 
     def discard(self) -> None:
         pass
@@ -202,7 +202,7 @@ class PartOf:
 
 @contextmanager
 def on_device(part: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-    """A part where hops can take it: itself, or a copy that comes back at the end."""
+    """A shard on the device, for hops: itself, or a copy that is copied back at the end."""
     if part.device.type == device.type:
         yield part
         return
@@ -212,7 +212,7 @@ def on_device(part: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor
 
 
 class Writes:
-    """Writes that are under way, and the memory that they hold."""
+    """Writes in flight, and the memory that they hold."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -221,7 +221,7 @@ class Writes:
         self._error: TierError | None = None
 
     def add(self, ticket: Ticket, storage: torch.UntypedStorage, pool: Pool) -> None:
-        """Takes over a write; waits for the oldest ones where there are too many."""
+        """Add a write; wait for the oldest ones if there are too many."""
         with self._lock:
             self._queue.append((ticket, storage, pool))
             self._nbytes += storage.nbytes()
@@ -233,7 +233,7 @@ class Writes:
             self._finish_oldest()
 
     def check(self) -> None:
-        """Raises what a write failed with; the values are still there, see ``tier/nvme.py``."""
+        """Raise the error of a failed write; its values are not lost, see ``tier/nvme.py``."""
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
@@ -242,13 +242,13 @@ class Writes:
     def _finish_oldest(self) -> None:
         with self._lock:
             if not self._queue:
-                return  # another lane was faster
+                return  # another lane has finished it
             ticket, storage, pool = self._queue.popleft()
             self._nbytes -= storage.nbytes()
         try:
             ticket.wait()
         except TierError as error:
-            # Not here: a lane that raises leaves the other ranks waiting for its transfers.
+            # Not raised here: other ranks would wait for the transfers of a lane that fails.
             with self._lock:
                 self._error = self._error or error
         pool.give(storage)
@@ -265,14 +265,14 @@ class Disk:
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the states of one model rest on this rank."""
+    """The places where the states of one model rest on this rank."""
 
     device: torch.device
     budgets: dict[str, Budget]
     disk: Disk | None = None
 
     def rest(self, tier: str, numel: int, dtype: torch.dtype, label: str) -> Rest:
-        """A new part, zero at first, on a tier."""
+        """A new shard on a tier, initially zero."""
         if tier == "nvme":
             assert self.disk is not None
             return Stored(self.disk, numel, dtype, label)
@@ -284,13 +284,13 @@ class Homes:
         return Resident(tensor)
 
     def settle(self) -> None:
-        """Waits for writes; raises what one of them failed with."""
+        """Wait for writes; raise the error of one that failed."""
         if self.disk is not None:
             self.disk.writes.drain()
             self.disk.writes.check()
 
     def trim(self) -> None:
-        """Returns idle buffers to the system."""
+        """Return idle buffers to the system."""
         if self.disk is not None:
             self.disk.pool.trim()
 

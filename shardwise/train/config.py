@@ -1,8 +1,8 @@
 """The training job as data: every option with its default, read from TOML and the command line.
 
-Strict at the boundary: an unknown key or a bad value is an error that names where it stands, and
-nothing behind this file sees an unchecked value. Imports no torch, so that a mistake is reported
-before anything slow begins.
+Everything is checked here: an unknown key or a bad value is an error that names its place, and no
+other module sees an unchecked value. Imports no torch, so that a mistake is reported before
+anything slow begins.
 """
 
 import difflib
@@ -19,7 +19,7 @@ COMMAND_LINE = "command line"
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A job that cannot run as it is written; the message names the file and the key."""
+    """A job cannot run as it is written; the message names the file and the key."""
 
 
 class _Section(BaseModel):
@@ -34,9 +34,9 @@ class ModelConfig(_Section):
     name: str = "gpt-mini"
     """A built-in size, `transformers:<type>`, or the path of a config.json or its directory."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """The dtype in which the parameters are built."""
+    """The dtype of the parameters when the model is built."""
     num_layers: int | None = Field(default=None, gt=0)
-    """Built-in sizes only, as are the four below: replaces the named size's value."""
+    """For built-in sizes only, like the four below: replaces the value of the named size."""
     width: int | None = Field(default=None, gt=0)
     num_heads: int | None = Field(default=None, gt=0)
     vocab: int | None = Field(default=None, gt=0)
@@ -55,7 +55,7 @@ class DataConfig(_Section):
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """The element type of a .bin file."""
     validation: float = Field(default=0.05, gt=0, lt=1)
-    """The share of the tokens, at the end, that is kept for validation."""
+    """The share of the tokens that is used for validation; taken from the end."""
 
 
 class OptimConfig(_Section):
@@ -71,28 +71,28 @@ class OptimConfig(_Section):
 
 
 class StepsConfig(_Section):
-    """How long, and in which portions."""
+    """How long to train, and with which batches."""
 
     steps: int = Field(default=60, gt=0)
     global_batch: int = Field(default=8, gt=0)
-    """Sequences a step over all ranks and micro-batches; it alone decides what is learned."""
+    """Sequences per step over all ranks and micro-batches; it alone decides what is learned."""
     micro_batch: int | None = Field(default=None, gt=0)
-    """Sequences a rank computes at once; by default whatever `accumulation` leaves."""
+    """Sequences that a rank computes at once; by default it follows from `accumulation`."""
     accumulation: int | None = Field(default=None, gt=0)
-    """Micro-batches a step; by default whatever `micro_batch` needs, else 1."""
+    """Micro-batches per step; by default it follows from `micro_batch`, else 1."""
     seq: int = Field(default=256, gt=1)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     clip: float = Field(default=1.0, ge=0)
-    """Largest gradient norm; 0 leaves gradients as they are."""
+    """Gradients are clipped to this norm; 0 does not clip."""
     seed: int = Field(default=0, ge=0)
     eval_every: int = Field(default=0, ge=0)
     """Steps between validations; 0 validates once, at the end."""
     eval_batches: int = Field(default=4, gt=0)
-    """Global batches a validation."""
+    """Global batches per validation."""
 
 
 class Batching(NamedTuple):
-    """How the global batch of a step is cut."""
+    """How the global batch of a step is divided."""
 
     micro_batch: int
     accumulation: int
@@ -102,11 +102,11 @@ class TrainConfig(_Section):
     """A whole training job."""
 
     plan: str = "auto"
-    """``auto``, which probes and plans for this machine, the name of a preset, or a plan's file."""
+    """``auto`` (probe this machine and plan for it), a preset's name, or a plan's TOML file."""
     lossless: bool = False
-    """Under ``auto``: no hop in fewer bits than the model has."""
+    """With ``auto``: no hop carries fewer bits than the model's dtype has."""
     nvme: str | None = None
-    """A folder on a disk, for plans that rest states there; in place of the plan's tiers.path."""
+    """A folder on a disk, for plans with states on tier nvme; replaces the plan's tiers.path."""
     levels: str | None = None
     """The grid of ranks, innermost first, such as `node=2,world=2`; by default torchrun's."""
     workers: int = Field(default=2, gt=0)
@@ -119,7 +119,7 @@ class TrainConfig(_Section):
     train: StepsConfig = StepsConfig()
 
     def batching(self, world: int) -> Batching:
-        """Cut the global batch for `world` ranks, or say why it cannot be cut."""
+        """Divide the global batch over `world` ranks, or raise if that is not possible."""
         job = self.train
         accumulation = job.accumulation
         if accumulation is None:
@@ -129,14 +129,14 @@ class TrainConfig(_Section):
         micro_batch = job.micro_batch or max(1, job.global_batch // (world * accumulation))
         if micro_batch * accumulation * world != job.global_batch:
             raise ConfigError(
-                f"train.global_batch = {job.global_batch} cannot be cut: {world} ranks x "
+                f"train.global_batch = {job.global_batch} cannot be divided: {world} ranks x "
                 f"{accumulation} micro-batches of {micro_batch} make "
-                f"{world * accumulation * micro_batch}"
+                f"{world * accumulation * micro_batch}; change one of them"
             )
         return Batching(micro_batch, accumulation)
 
     def to_toml(self) -> str:
-        """The job as TOML that loads back to an equal one; unset options are left out."""
+        """The job as TOML that loads back to an equal job; unset options are omitted."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
@@ -152,7 +152,7 @@ def load_config(path: str | Path | None, changes: dict[str, Any] | None = None) 
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Split `key=value` of the command line; the value is TOML, or else a plain string."""
+    """Split `key=value` of the command line; the value is TOML, otherwise a plain string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not (key and equals and value):
         raise ConfigError(f"{COMMAND_LINE}: {text!r} is not of the form key=value")
@@ -183,7 +183,7 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _sentences(error: ValidationError, file: str, changed: set[str]) -> str:
-    """One line for each mistake: where it stands, which key, what is wrong."""
+    """One line per mistake: which file, which key, what is wrong."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
@@ -197,7 +197,7 @@ def _sentences(error: ValidationError, file: str, changed: set[str]) -> str:
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    """A hint for an unknown key: its nearest neighbour, or the table where that name lives."""
+    """A hint for an unknown key: the most similar one, or the table that has this name."""
     model: type[BaseModel] = TrainConfig
     for part in loc[:-1]:
         model = model.model_fields[str(part)].annotation  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """Token data: where it comes from, and which rows each rank trains on.
 
-The global batch of a step depends on (seed, step) alone. A rank takes its slice of it, so that the
-same job learns from the same rows whatever the number of ranks and micro-batches.
+The global batch of a step depends on (seed, step) alone, and each rank takes a slice of it. So a
+job learns from the same rows whatever the number of ranks and micro-batches.
 """
 
 import os
@@ -27,14 +27,14 @@ Tokens = npt.NDArray[np.integer]
 
 
 class Split(NamedTuple):
-    """One source of tokens, cut in two."""
+    """One source of tokens, split into training and validation."""
 
     train: Tokens
     validation: Tokens
 
 
 def load_tokens(config: DataConfig) -> Split:
-    """Open the source that `config` names and keep its end for validation."""
+    """Open the source that `config` names and reserve its end for validation."""
     tokens = _open(config)
     cut = len(tokens) - int(len(tokens) * config.validation)
     return Split(tokens[:cut], tokens[cut:])
@@ -42,7 +42,7 @@ def load_tokens(config: DataConfig) -> Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Random rows of a token array, cut for one rank."""
+    """Random rows of a token array: one rank's slice of every global batch."""
 
     tokens: Tokens
     source: str
@@ -60,18 +60,18 @@ class Batches:
     def __post_init__(self) -> None:
         if len(self.tokens) < self.seq:
             raise ConfigError(
-                f"{self.source} is too short: {len(self.tokens)} tokens where one sequence has "
+                f"{self.source} is too short: it has {len(self.tokens)} tokens, one sequence has "
                 f"{self.seq}; use a larger source, a shorter train.seq or another data.validation"
             )
         assert self.global_batch % (self.world * self.accumulation) == 0
 
     @property
     def micro_batch(self) -> int:
-        """Rows a rank gets at once."""
+        """Rows in a micro-batch of one rank."""
         return self.global_batch // (self.world * self.accumulation)
 
     def global_rows(self, step: int) -> npt.NDArray[np.int64]:
-        """Where the rows of step `step` begin: the same for every rank and world size."""
+        """Where the rows of a step begin: the same for every rank and world size."""
         generator = np.random.default_rng((self.seed, self.stream, step))
         return generator.integers(len(self.tokens) - self.seq + 1, size=self.global_batch)
 
@@ -84,17 +84,17 @@ class Batches:
         return torch.from_numpy(rows)
 
     def _check_vocab(self, rows: npt.NDArray[np.int64]) -> None:
-        # Checked a batch at a time: a token file may be far larger than memory.
+        # Checked batch by batch: a token file may be far larger than memory.
         for worst in (int(rows.max()), int(rows.min())):
             if not 0 <= worst < self.vocab:
                 raise ConfigError(
-                    f"{self.source} holds token {worst}, and the model knows 0 to {self.vocab - 1};"
-                    " use the tokenizer's model, another model.vocab, or check data.dtype"
+                    f"{self.source} has token {worst}, but the model knows 0 to {self.vocab - 1};"
+                    " use a model that fits the tokenizer, set model.vocab, or check data.dtype"
                 )
 
 
 def validation_of(batches: Batches, tokens: Tokens) -> Batches:
-    """Rows of the validation tokens, drawn apart from the training rows and cut like them."""
+    """Rows of the validation tokens, drawn independently of the training rows."""
     source = f"the validation part of {batches.source}"
     return replace(batches, tokens=tokens, source=source, stream=_VALIDATION_STREAM)
 
@@ -113,7 +113,7 @@ def _open(config: DataConfig) -> Tokens:
     dtype = np.dtype(config.dtype) if path.suffix == ".bin" else np.dtype(np.uint8)
     if path.stat().st_size % dtype.itemsize:
         raise ConfigError(
-            f"data.source: the {path.stat().st_size} bytes of {path} are no whole number of "
+            f"data.source: the {path.stat().st_size} bytes of {path} are not a whole number of "
             f"{dtype} tokens; check data.dtype"
         )
     return np.memmap(path, dtype=dtype, mode="r")
@@ -123,11 +123,11 @@ def _open_npy(path: Path) -> Tokens:
     try:
         tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"data.source: {path} is no .npy file: {error}") from None
+        raise ConfigError(f"data.source: {path} is not a .npy file: {error}") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ConfigError(
-            f"data.source: {path} holds {tokens.dtype} of shape {tokens.shape}; "
-            "token ids are integers in one dimension"
+            f"data.source: {path} has {tokens.dtype} of shape {tokens.shape}; "
+            "token ids must be integers in one dimension"
         )
     return tokens
 
@@ -135,8 +135,8 @@ def _open_npy(path: Path) -> Tokens:
 def _standard_library() -> Tokens:
     """Every source file of this Python's standard library, as bytes.
 
-    Files are ordered by a checksum of their names: the same everywhere, and the end that serves
-    as validation is a fair sample instead of the last letters of the alphabet.
+    Files are ordered by a checksum of their names: this order is the same everywhere, and its end,
+    used for validation, is a fair sample instead of the last letters of the alphabet.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files: list[tuple[int, str]] = []
@@ -149,7 +149,7 @@ def _standard_library() -> Tokens:
     text = b"".join((root / relative).read_bytes() for _, relative in sorted(files))
     if not text:
         raise ConfigError(
-            f"this Python carries no sources of its standard library in {root}; "
+            f"this Python has no sources of its standard library in {root}; "
             "set data.source to a text file"
         )
     return np.frombuffer(text, dtype=np.uint8)

@@ -1,8 +1,9 @@
 """Start local workers through torchrun's machinery, or run in place under an outer torchrun.
 
-The launcher and its workers talk through files in a job directory: the job goes in as JSON, rank
-0's answer and every rank's error come out. A failing run is told once, by its first error, and a
-signal ends every worker before the launcher itself ends. Importing this module imports no torch.
+The launcher and its workers exchange files in a job directory: the launcher writes the job as JSON,
+rank 0 writes the answer, and each rank that fails writes its error. A failed run is reported once,
+by its first error, and a signal ends every worker before the launcher ends. Importing this module
+does not import torch.
 """
 
 import json
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
 ANSWER_FILE = "answer.json"
 ERROR_FILE = "error-{rank}.json"
 USER_MISTAKES = (ConfigError, PlanError, UsageError)
-"""Errors that the user mends by asking for something else; all others are failures."""
+"""Errors that the user corrects by a different request; all others are failures."""
 _CRASH_SIGNALS: dict[int, str] = {
-    signal.SIGKILL: "killed (SIGKILL), as the system does when memory runs out",
-    signal.SIGILL: "stopped by an instruction that this CPU refuses (SIGILL)",
+    signal.SIGKILL: "killed (SIGKILL), as happens when memory runs out",
+    signal.SIGILL: "stopped by an instruction that this CPU does not have (SIGILL)",
     signal.SIGSEGV: "stopped by a segmentation fault (SIGSEGV)",
     signal.SIGBUS: "stopped by a bus error (SIGBUS), as when shared memory or a disk is full",
 }
 _ELASTIC_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
 _SHUTDOWN_S = 5
-"""How long workers may take to end after a signal before they are killed."""
+"""How long workers may take to exit after a signal before they are killed."""
 
 
 class WorkerError(ShardwiseError, RuntimeError):
-    """A worker failed for a reason that is not the user's mistake."""
+    """A worker failed, and not by the user's mistake."""
 
     exit_code = 1
 
@@ -48,9 +49,9 @@ class WorkerError(ShardwiseError, RuntimeError):
 def run(entry: str, arguments: dict[str, Any], *, workers: int, logs: Path | None = None) -> Any:
     """Call `entry` ("module:function") with `arguments` on every worker; return rank 0's answer.
 
-    Arguments and answer must be JSON. The stack trace of an unexpected error is kept in `logs`,
-    or in a new temporary directory.
-    Raises the first worker's error as one sentence, and KeyboardInterrupt on Ctrl-C.
+    Arguments and answer must be JSON. The stack trace of an unexpected error is written to `logs`,
+    or to a new temporary directory. Raises the first worker error as one sentence, and
+    KeyboardInterrupt on Ctrl-C.
     """
     if under_torchrun():
         return _run_in_place(entry, arguments)
@@ -65,7 +66,7 @@ def run(entry: str, arguments: dict[str, Any], *, workers: int, logs: Path | Non
 
 
 def _run_in_place(entry: str, arguments: dict[str, Any]) -> Any:
-    """Be one of the ranks that somebody else started."""
+    """Run as one of the ranks that an outer torchrun started."""
     for name, value in rank_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).items():
         os.environ.setdefault(name, value)  # before torch is imported
     from shardwise.train.worker import call
@@ -77,17 +78,17 @@ def _run_in_place(entry: str, arguments: dict[str, Any]) -> Any:
 
 
 def under_torchrun() -> bool:
-    """Whether somebody else already started the ranks."""
+    """Whether torchrun has already started the ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for the job: rank 0, or a launcher."""
+    """Whether this process reports for the job: rank 0, or a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def rank_environment(num_local: int, cpu_info: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """What each of `num_local` ranks of one machine needs before it imports torch."""
+    """Environment of each of `num_local` ranks of a machine, to be set before torch is imported."""
     environment = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_local))}
     if _advertises_amx(cpu_info):
         # Some machines advertise AMX and then kill the process that uses it (bf16 matmul).
@@ -96,7 +97,7 @@ def rank_environment(num_local: int, cpu_info: Path = Path("/proc/cpuinfo")) -> 
 
 
 def _local_environment() -> dict[str, str]:
-    """All ranks are on this machine: never depend on how its name resolves."""
+    """Environment for ranks that are all on this machine, independent of how its name resolves."""
     return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
 
 
@@ -117,8 +118,8 @@ def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(job_dir / "elastic")),
         shutdown_timeout=_SHUTDOWN_S,
-        # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and elastic then ends the workers
-        # by SIGTERM, which stops them at once and silently wherever they are.
+        # SIGINT is not among them: Ctrl-C stays a KeyboardInterrupt here, and elastic then ends the
+        # workers by SIGTERM, at once and without output.
         signals_to_handle=",".join(_ELASTIC_SIGNALS),
     )
     command = ("-m", "shardwise.train.worker", str(job_dir))
@@ -133,14 +134,16 @@ def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
 
 
 def _first_error(job_dir: Path, failed: "ChildFailedError", logs: Path | None) -> ShardwiseError:
-    """The error that came first: the others are usually its consequences."""
+    """The earliest error: the others are usually its consequences."""
     for rank, failure in failed.failures.items():
         if -failure.exitcode in _CRASH_SIGNALS:  # never the consequence of another rank's end
             return WorkerError(f"rank {rank} was {_CRASH_SIGNALS[-failure.exitcode]}")
     errors = [json.loads(path.read_text(encoding="utf-8")) for path in job_dir.glob("error-*.json")]
     if not errors:
         rank, failure = failed.get_first_failure()
-        return WorkerError(f"rank {rank} ended with exit code {failure.exitcode} and said nothing")
+        return WorkerError(
+            f"rank {rank} ended with exit code {failure.exitcode} and no error message"
+        )
     first = min(errors, key=lambda error: error["time_ns"])
     if first["is_mistake"]:
         return UsageError(first["sentence"])
@@ -166,7 +169,7 @@ def _advertises_amx(cpu_info: Path) -> bool:
 
 @contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Set what is unset, for the workers to inherit, and take it back afterwards."""
+    """Set the variables that are unset, for the workers to inherit, and unset them afterwards."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -178,7 +181,7 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait while torch is imported: in the middle it breaks the import obscurely."""
+    """Delay Ctrl-C while torch is imported: in the middle of it the import fails obscurely."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -188,7 +191,7 @@ def _interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Give back the signal handlers that elastic replaces."""
+    """Restore the signal handlers that elastic replaces."""
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in _ELASTIC_SIGNALS}
     try:
         yield
@@ -199,7 +202,7 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Silence elastic's own report of a failure: ours is one sentence and comes once."""
+    """Silence elastic's own report of a failure: we print one sentence, once."""
     loggers = [
         logging.getLogger(name)
         for name in list(logging.Logger.manager.loggerDict)

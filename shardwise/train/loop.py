@@ -43,7 +43,7 @@ from shardwise.train.progress import reporter
 
 
 class DivergedError(ShardwiseError, ArithmeticError):
-    """Training that has left the numbers."""
+    """Training diverged: the loss is not finite."""
 
     exit_code = 1
 
@@ -61,13 +61,13 @@ class Job:
     num_parameters: int
     device: torch.device
     plan: Plan
-    """The one that runs: what the job names, or what was chosen."""
+    """The plan in use: the one that the job names, or the planner's choice."""
     predicted_s: float | None = None
-    """A step's, where the plan was chosen for this cluster."""
+    """Predicted seconds per step, if the planner chose the plan."""
 
 
 def train_worker(config: dict[str, Any], output: str) -> dict[str, Any]:
-    """Entry of a worker: the job and the answer are plain data."""
+    """Entry point of a worker: the job and the answer are plain data."""
     return train(TrainConfig.model_validate(config), Path(output)).to_dict()
 
 
@@ -115,7 +115,7 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
     model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
     if chosen is not None:
         compare_soon(runtime_of(model), chosen)
-    # Weights are the same on every rank; dropout should not be.
+    # Weights are the same on every rank, dropout masks must differ.
     torch.manual_seed(config.train.seed + 1 + dist.get_rank())
     return Job(
         config=config,
@@ -132,12 +132,12 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
 
 
 def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, Candidate | None]:
-    """The plan that the job names, or the planner's choice and what it predicts."""
+    """The plan that the job names, or the planner's choice with its prediction."""
     if config.plan != "auto":
         if config.lossless:
             raise ConfigError(
-                f"lossless is for plan = 'auto'; {config.plan} has wires of its own, so remove one "
-                "of both"
+                f"lossless works with plan = 'auto' only; {config.plan} sets its own wires, so "
+                "remove one of the two"
             )
         return load_plan(config.plan), None
     batching = config.batching(dist.get_world_size())
@@ -151,7 +151,7 @@ def _choose_plan(config: TrainConfig, model: nn.Module) -> tuple[Plan, Candidate
     try:
         chosen = choose(model, asked, levels=config.levels)
     except (PlanError, UsageError) as error:
-        raise ConfigError(f"{error} (or name a plan instead of auto: --plan zero3)") from error
+        raise ConfigError(f"{error} (Or name a plan instead of auto: --plan zero3.)") from error
     return chosen.plan, chosen
 
 
@@ -250,7 +250,7 @@ def accumulate_gradients(job: Job, step: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(job: Job) -> float:
-    """Mean loss on the same few validation batches every time."""
+    """Mean loss on a few validation batches, the same ones every time."""
     job.model.eval()
     losses = []
     for batch in range(job.config.train.eval_batches):
@@ -258,7 +258,7 @@ def evaluate(job: Job) -> float:
             rows = job.validation.get(batch, micro).to(job.device)
             losses.append(loss_of(job.model(input_ids=rows, labels=rows)))
     job.model.train()
-    return mean_over_ranks(torch.stack(losses).double().mean())  # in half precision it would round
+    return mean_over_ranks(torch.stack(losses).double().mean())  # half precision would round
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -269,7 +269,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def summarise(job: Job, records: list[StepRecord], output: Path, seconds: float) -> Summary:
-    """What the run tells at its end. Collective: every rank reports its memory."""
+    """The summary of a run. Collective: every rank reports its memory."""
     peaks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_rss_bytes())
     final = records[-1]

@@ -1,4 +1,4 @@
-"""What a run measures: one flat JSON line a step, memory, and the summary at the end."""
+"""What a run measures: one flat JSON line per step, memory, and the summary at the end."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One line of the metrics file. Memory is rank 0's."""
+    """One line of the metrics file. Memory is that of rank 0."""
 
     step: int
     """Counts from 1."""
@@ -30,7 +30,7 @@ class StepRecord:
     rss_bytes: int
     peak_rss_bytes: int
     val_loss: float | None = None
-    """Only on steps that validated; absent from the line otherwise."""
+    """Only after steps with a validation; absent from the line otherwise."""
 
     def to_json(self) -> str:
         """The record as one line."""
@@ -40,7 +40,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a finished run tells."""
+    """The figures of a finished run."""
 
     model: str
     num_parameters: int
@@ -53,17 +53,17 @@ class Summary:
     tokens_per_s: float
     """Median over the steps: the first ones are not representative."""
     step_s: float
-    """Likewise of a step's seconds."""
+    """Seconds per step, likewise the median."""
     predicted_step_s: float | None
-    """What the planner said, where it chose the plan."""
+    """The planner's prediction, if it chose the plan."""
     seconds: float
-    """Of all steps and validations; probing and planning come before."""
+    """Duration of all steps and validations, without probing and planning."""
     peak_rss_bytes: list[int]
-    """One value a rank."""
+    """One value per rank."""
     metrics: str
     """Path of the metrics file."""
     plan_file: str
-    """Path of the plan that ran, whoever chose it."""
+    """Path of the plan that ran, whether chosen by the user or by the planner."""
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as plain data."""
@@ -71,9 +71,9 @@ class Summary:
 
 
 class MetricsWriter:
-    """Appends records to a file, each on disk before the next step begins.
+    """Appends records to a file, each written before the next step begins.
 
-    With path None it accepts and drops them: ranks other than 0 run the same code.
+    With path None it drops them, so that ranks other than 0 run the same code.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -99,7 +99,7 @@ class MetricsWriter:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now; 0 where the system does not tell."""
+    """Resident memory of this process now; 0 where the system does not report it."""
     return _status_bytes("VmRSS:") or 0
 
 
@@ -108,7 +108,7 @@ def peak_rss_bytes() -> int:
     peak = _status_bytes("VmHWM:")
     if peak is not None:
         return peak
-    # Second choice: on Linux getrusage also counts the parent from which this process was forked.
+    # The fallback: on Linux getrusage also counts the parent that this process was forked from.
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

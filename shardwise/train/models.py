@@ -1,6 +1,6 @@
 """Models by name: the built-in GPT sizes, or any causal language model of transformers.
 
-Called inside `sw.deferred_init()`, so that building costs no memory whatever the size.
+Called inside `sw.deferred_init()`, so that building a model of any size takes no memory.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from shardwise.train.config import ConfigError, ModelConfig
 def build_model(config: ModelConfig, *, dropout: bool = True) -> nn.Module:
     """The module that `config` names; its forward takes (input_ids, labels), see `loss_of`.
 
-    `dropout=False` switches every dropout off: two runs can then be compared number by number.
+    `dropout=False` switches all dropout off, so that two runs can be compared number by number.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.name in SIZES:
@@ -34,7 +34,7 @@ def build_model(config: ModelConfig, *, dropout: bool = True) -> nn.Module:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a causal language model returned: an object with `.loss`, or a tuple."""
+    """The loss in the output of a causal language model: an object with `.loss`, or a tuple."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, (tuple, list)) and output:
         loss = output[0]
@@ -53,7 +53,7 @@ def vocab_of(model: nn.Module) -> int:
 
 
 def context_of(model: nn.Module) -> int | None:
-    """The longest sequence the model takes, or None when it sets no limit."""
+    """The longest sequence that the model takes; None: it sets no limit."""
     config: Any = model.config
     if hasattr(config, "context"):
         return int(config.context)
@@ -82,8 +82,8 @@ def _build_transformers(config: ModelConfig, dtype: torch.dtype, dropout: bool) 
     set_fields = [name for name, value in config.shape().items() if value is not None]
     if set_fields:
         raise ConfigError(
-            f"model.{set_fields[0]} shapes only the built-in sizes; "
-            f"{config.name} is shaped by its own config.json"
+            f"model.{set_fields[0]} works with built-in sizes only; the shape of "
+            f"{config.name} comes from its config.json"
         )
     try:
         return build_transformers(config.name, dtype, dropout=dropout)

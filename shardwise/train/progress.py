@@ -1,4 +1,4 @@
-"""Progress of a run on standard error: a live bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run on standard error: a live bar on a terminal, occasional lines elsewhere."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Reporter(Protocol):
     """Shows one step after another."""
 
     def show(self, record: StepRecord) -> None:
-        """Take note of a finished step."""
+        """Show a finished step."""
 
 
 class _Silent:
@@ -27,7 +27,7 @@ class _Silent:
 
 
 class _Lines:
-    """First step, last step, and one line every few seconds."""
+    """A line for the first step, for the last, and every few seconds."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -64,7 +64,7 @@ def describe(record: StepRecord) -> str:
 
 @contextmanager
 def reporter(steps: int, *, visible: bool, console: Console | None = None) -> Iterator[Reporter]:
-    """A reporter for this output; invisible on every rank but one."""
+    """A reporter for this output; silent unless ``visible``, which holds on one rank."""
     console = console or Console(stderr=True)
     if not visible:
         yield _Silent()

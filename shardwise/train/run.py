@@ -1,6 +1,6 @@
-"""A training job from outside: choose its directory, start the workers, hand back the summary.
+"""Run a training job: choose its directory, start the workers, return the summary.
 
-Imports no torch itself: the workers do.
+This module does not import torch; the workers do.
 """
 
 import datetime
@@ -25,7 +25,7 @@ def run_training(config: TrainConfig, output: Path) -> Summary:
 
 
 def prepare_output(config: TrainConfig) -> Path:
-    """Create the run's directory and write the job into it; refuse one that holds another run."""
+    """Create the run's directory and write the job into it; raise if it holds another run."""
     output = Path(config.output) if config.output else _fresh_directory(Path("runs"))
     if not launch.is_rank_zero():
         return output  # rank 0 of the outer torchrun does it for all

@@ -1,4 +1,4 @@
-"""A short run recorded number by number: once sharded on many ranks, once in plain PyTorch.
+"""Short runs recorded number by number: sharded on many ranks, and in plain PyTorch.
 
 Both start from the same weights and see the same global batches, so that every difference between
 the two records comes from the sharding.
@@ -33,13 +33,13 @@ class Trajectory:
     """What a run computed."""
 
     losses: list[float] = field(default_factory=list)
-    """One a step, over the global batch."""
+    """One per step, over the global batch."""
     loss_dtype: str = "float64"
-    """In which the model computed its loss: some use float32 whatever the weights are."""
+    """The dtype in which the model computed its loss; some models always use float32."""
     total_norms: list[float] = field(default_factory=list)
-    """Norm of the whole gradient, one a step, before clipping."""
+    """Norm of the whole gradient, one per step, before clipping."""
     grad_norms: list[dict[str, float]] = field(default_factory=list)
-    """Norm of each parameter's gradient, one dict a step, before clipping."""
+    """Norm of each parameter's gradient, one dict per step, before clipping."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
     optimizer_states: dict[str, Tensor] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Trajectory:
 
 
 def sharded_worker(config: dict[str, Any], directory: str, name: str) -> None:
-    """Record the run under the plan; the first rank writes the initial weights and the record."""
+    """Record the run under the plan; rank 0 writes the initial weights and the record."""
     job = build(TrainConfig.model_validate(config), dropout=False)
     is_first = dist.get_rank() == 0
     initial = sw.state_dict(job.model)
@@ -80,7 +80,7 @@ def sharded_worker(config: dict[str, Any], directory: str, name: str) -> None:
 
 
 def reference_worker(config: dict[str, Any], directory: str, name: str) -> None:
-    """Record the same run in one process, with plain PyTorch and nothing of shardwise's."""
+    """Record the same run in one process, with plain PyTorch and nothing of shardwise."""
     job = TrainConfig.model_validate(config)
     model = build_model(job.model, dropout=False).train()
     model.load_state_dict(torch.load(Path(directory) / INITIAL_FILE, weights_only=True))
@@ -123,6 +123,6 @@ def _flatten(states: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
     for name, state in states.items():
         for key, value in state.items():
             tensor = torch.as_tensor(value)
-            # A number (the step count) may be kept in any type; only its value matters.
+            # A number (the step count) may have any type; only its value matters.
             flat[f"{name}:{key}"] = tensor if tensor.dim() else tensor.double()
     return flat

@@ -27,20 +27,20 @@ TOLERANCES: dict[str, dict[str, float]] = {
     },
     "float32": {"loss": 1e-5, "gradient norm": 1e-5, "gradients": 1e-5},
 }
-"""Largest relative differences that pass. What float32 lacks is shown but not judged: splitting the
-batch alone moves single parameters by 1e-4 there (see `docs`), which proves nothing either way."""
+"""Largest relative differences that pass. Quantities without a tolerance in float32 are shown but
+not judged: there, splitting the batch alone moves single parameters by 1e-4."""
 
 LOSSY_TOLERANCES = {"loss": 2e-2}
-"""For plans with lossy wires: they train to nearly the same losses, not to the same numbers."""
+"""For plans with lossy wires, which train to nearly the same losses, not to the same numbers."""
 
 _NOISE_SHARE = 1e-3
-"""Tensors far smaller than the largest of their kind are pure rounding noise (the gradient of a key
-bias is zero but for it): differences are taken relative to at least this share of the largest."""
+"""Differences are relative to at least this share of the largest tensor of a kind: tensors far
+smaller than that are rounding noise, such as the gradient of a key bias, which is exactly zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How far one kind of number is from the reference."""
+    """How far one quantity is from the reference."""
 
     quantity: str
     difference: float
@@ -52,13 +52,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is tolerable."""
+        """Whether the difference is within the tolerance."""
         return self.tolerance is None or self.difference <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The answer of `verify`."""
+    """The result of `verify`."""
 
     plan: str
     model: str
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that is judged is tolerable."""
+        """Whether everything that is judged is within its tolerance."""
         return all(comparison.passed for comparison in self.comparisons)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,17 +79,20 @@ class Verdict:
 
 
 def verify(config: TrainConfig, tolerance: float | None = None) -> Verdict:
-    """Run the job under its plan and in plain PyTorch and compare; `tolerance` replaces all."""
+    """Run the job under its plan and in plain PyTorch, and compare.
+
+    ``tolerance`` replaces the tolerances of all quantities.
+    """
     if launch.under_torchrun():
         raise UsageError("verify starts its own workers; run it without torchrun")
     if config.model.dtype not in TOLERANCES:
         raise UsageError(f"verify compares in float64 or float32, not in {config.model.dtype}")
     if config.plan == "auto":
         raise UsageError(
-            "verify compares one plan with a plain process, and auto may choose another every "
-            "time; name a preset or a plan's file, such as shardwise plan -o writes"
+            "verify compares one plan with a plain process, but auto may choose a different plan "
+            "each time; name a preset or a plan's file, such as one that shardwise plan -o writes"
         )
-    config.batching(config.workers)  # says now what would fail later
+    config.batching(config.workers)  # raises now what would fail later
     sharded, reference = _record_both(config)
     if tolerance is not None:
         tolerances = dict.fromkeys(TOLERANCES["float64"], tolerance)
@@ -130,7 +133,7 @@ def _record_both(config: TrainConfig) -> tuple["Trajectory", "Trajectory"]:
 def compare(
     sharded: "Trajectory", reference: "Trajectory", tolerances: Mapping[str, float]
 ) -> list[Comparison]:
-    """Every kind of number, worst case first within its kind."""
+    """One comparison per quantity, each at its worst step or tensor."""
     gradients = [
         _worst_norm(ours, theirs, step)
         for step, (ours, theirs) in enumerate(
@@ -195,7 +198,7 @@ def _peak(tensor: "Tensor") -> float:
 
 
 def _relative(difference: float, scale: float) -> float:
-    """A NaN on either side is infinitely wrong, never small."""
+    """A relative difference; infinite if either side is NaN."""
     if math.isnan(difference) or math.isnan(scale):
         return math.inf
     if difference == 0.0:

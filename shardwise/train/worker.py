@@ -1,6 +1,6 @@
-"""One worker process: join the group, run the job, leave in order. Started by `launch`.
+"""One worker process, started by `launch`: join the process group, run the job, leave the group.
 
-Importing this module imports no torch: a worker first makes sure that it cannot outlive its
+Importing this module does not import torch: a worker first makes sure that it cannot outlive its
 launcher.
 """
 
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> NoReturn:
-    """Run the job in the directory given as argument, leave answer or error there, and exit."""
+    """Run the job in the directory given as argument, write the answer or error there, and exit."""
     job_dir = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     job = json.loads((job_dir / "job.json").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def main() -> NoReturn:
         code = 128 + signal.SIGINT
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
-    except Exception as error:  # whatever it was, the launcher must tell it
+    except Exception as error:  # of any kind: the launcher reports it
         _write(job_dir / ERROR_FILE.format(rank=rank), _describe(error, rank))
         code = 1
     leave(code)
@@ -54,7 +54,7 @@ def call(entry: str, arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the group that torchrun's environment describes; leave it together with the others."""
+    """Join the process group that torchrun's environment describes; leave it with the others."""
     import torch
     import torch.distributed as dist
 
@@ -74,8 +74,8 @@ def process_group() -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End this process without running C++ destructors.
 
-    gloo's threads sometimes abort the interpreter's own exit, after all work is done. By now the
-    outcome is decided and on disk, so that skipping them hides nothing.
+    gloo's threads sometimes abort the interpreter's regular exit after all work is done. By now the
+    result is on disk, so skipping the destructors hides no failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,17 +100,17 @@ def _describe(error: BaseException, rank: int) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Any) -> None:
-    """Write JSON so that the launcher sees the whole file or none."""
+    """Write JSON so that the launcher sees either the whole file or none."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.replace(path)
 
 
 def _die_with(launcher_pid: int) -> None:
-    """Ask the kernel to end this worker when its launcher ends, however that happens."""
+    """Ask the kernel to kill this worker when its launcher ends, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher_pid:  # it was faster
+        if os.getppid() != launcher_pid:  # it ended before prctl
             os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Codecs: what turns a hop's floats into payload bytes and back, on CPU and on CUDA."""
+"""Codecs: they encode a hop's floats as payload bytes and decode them, on CPU and on CUDA."""
 
 from shardwise.wire.codec import Codec, make_codec
 

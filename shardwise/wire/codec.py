@@ -1,12 +1,12 @@
-"""Codecs: from flat floats to payload bytes and back, in granules whose payloads stand alone.
+"""Codecs: from flat floats to payload bytes and back, in granules that decode on their own.
 
 [Note: Granules]
-A *granule* is what one rank owns on the finest rung of the ladder. Blocks never straddle granules,
-so the payload of several granules is their payloads end to end, and the payload of any part of a
-flat is a slice of the flat's: a gather can forward payloads unchanged, however many hops it has.
+A *granule* is a rank's shard on the finest rung of the ladder. Blocks never straddle granules, so
+the payload of several granules is their payloads end to end, and the payload of any shard of a flat
+is a slice of the flat's: a gather can forward payloads unchanged over any number of hops.
 
 Encoding is deterministic and depends on a granule's values alone: not on the number of threads, on
-alignment, or on what else is encoded in the same call. Values are rounded to float32 first.
+alignment, or on what else is encoded in the same call. Values are first rounded to float32.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from shardwise.core.wire import CAST_DTYPES, Format, row_bytes, wire_bytes
 from shardwise.wire.rows import RowKernel, full_rows, tail_rows
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements of the pieces that ``Codec.chunks`` cuts: on CPU a sum over peers stays in cache, and
-calls do not yet dominate; a CUDA launch should be much larger."""
+"""Elements per piece of ``Codec.chunks``: on CPU a sum over peers must stay in cache, and calls
+must not dominate; a CUDA launch should be much larger."""
 
 
 class Codec(Protocol):
@@ -31,35 +31,35 @@ class Codec(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of a payload that is nothing but floats, end to end; None: it is encoded."""
+        """The dtype of a payload that is plain floats; None: it is encoded."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload of ``numel`` elements."""
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        """Fills ``payload``, of exactly ``nbytes`` bytes, with the encoded ``values``."""
+        """Fill ``payload``, of exactly ``nbytes`` bytes, with the encoded ``values``."""
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Fills ``out``, of any float dtype, with the payload's values."""
+        """Fill ``out``, of any float dtype, with the payload's values."""
 
     def add(self, payload: Tensor, total: Tensor) -> None:
-        """Adds the payload's values to ``total``, which is float32 or wider."""
+        """Add the payload's values to ``total``, which is float32 or wider."""
 
     def chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Cuts ``numel`` elements into pieces (elements, bytes) that decode on their own."""
+        """Cut ``numel`` elements into pieces (elements, bytes) that decode on their own."""
 
 
 def make_codec(spec: Format, granule: int, device: torch.device | str = "cpu") -> Codec:
-    """The codec of a format for parts of ``granule`` elements that live on a device."""
+    """The codec of a format for granules of ``granule`` elements on a device."""
     if spec.is_blocked:
         return BlockCodec(spec, granule, torch.device(device))
     return CastCodec(getattr(torch, CAST_DTYPES[spec.kind]), torch.device(device))
 
 
 class CastCodec:
-    """One dtype: values in it travel as they are, others are rounded to it, to nearest even.
+    """A cast: values of its dtype travel as they are, others are rounded to it, half to even.
 
-    Beyond float16's range lies infinity.
+    Values beyond float16's range become infinite.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class CastCodec:
 
 
 class BlockCodec:
-    """Codes in blocks: int8 and int4; ``reference.py`` states the bits."""
+    """Codes in blocks: int8 and int4; ``reference.py`` defines the bits."""
 
     dtype = None
 
@@ -129,7 +129,7 @@ class BlockCodec:
     def chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
         block, nbytes = self._format.block, self.nbytes
         count, size = self._granules(numel)
-        if size <= self._chunk_numel:  # several whole granules a piece
+        if size <= self._chunk_numel:  # several whole granules per piece
             step = self._chunk_numel // size * size if size else 1
             for start in range(0, count * size, step):
                 stop = min(start + step, count * size)
@@ -144,7 +144,7 @@ class BlockCodec:
                 yield slice(first + start, first + stop), run
 
     def _granules(self, numel: int) -> tuple[int, int]:
-        """How many runs of how many elements ``numel`` is: granules, or one piece of a granule."""
+        """The number and length of runs in ``numel`` elements: granules, or a piece of one."""
         if numel <= self._granule:
             return 1, numel
         if self._granule % self._format.block == 0 and numel % self._format.block == 0:

@@ -1,13 +1,13 @@
-"""Rows on the CPU, with the vectorised packing that torch carries for quantised embeddings.
+"""Rows on the CPU, with the vectorised operators that torch has for quantised embeddings.
 
 [Note: Packing operators]
 ``torch.ops.quantized.embedding_bag_{byte,4bit}_prepack_with_rowwise_min_max`` quantise and pack the
-rows of a matrix between given bounds, and ``..._unpack`` reverse it. Left to themselves they decode
-NaN to numbers, lose tiny values (an epsilon of 1e-8, float16 scales) and refuse bfloat16. So they
-get rows that are already multiples of the block's scale, bounds that make their own scale exactly 1
-and their bias the zero point, and what is left for them is rounding, clamping and packing. They
-always allocate their result, which therefore has to be small: all work is done in chunks that stay
-in cache, and the scratch of a thread is kept.
+rows of a matrix between given bounds, and ``..._unpack`` reverse it. On their own they decode NaN
+to numbers, lose tiny values (an epsilon of 1e-8, float16 scales) and refuse bfloat16. So they get
+rows that are already multiples of the block's scale, and bounds that make their own scale exactly 1
+and their bias the zero point: only rounding, clamping and packing are left to them. They always
+allocate their result, which must therefore be small: all work is done in chunks that stay in cache,
+and each thread reuses its scratch.
 """
 
 import threading
@@ -22,7 +22,7 @@ from shardwise.core.wire import CODE_BITS, Format, row_bytes
 from shardwise.wire import reference
 
 CHUNK_NUMEL = 1 << 18
-"""Elements that are worked on at a time; below it calls dominate, above it the cache overflows."""
+"""Elements per chunk: with fewer, calls dominate; with more, the cache overflows."""
 
 _local = threading.local()
 
@@ -33,7 +33,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class _Scratch:
-    """Buffers of one thread for one kind and block, a chunk long; numpy's names end in _np."""
+    """Buffers of a chunk for one thread, kind and block; names of numpy arrays end in _np."""
 
     def __init__(self, spec: Format) -> None:
         self.rows = max(1, CHUNK_NUMEL // spec.block)
@@ -45,7 +45,7 @@ class _Scratch:
         self.bounds[:, 1] = lowest + (1 << CODE_BITS[spec.kind]) - 1
         self.low, self.high = _zeros(self.rows), _zeros(self.rows)
         self.inverse = _zeros(self.rows, 1)
-        # Rows as the unpacking operators want them: codes, then a scale of 1 and the bias.
+        # Rows as the unpacking operators expect them: codes, then a scale of 1 and the bias.
         self.code_bytes = spec.block * CODE_BITS[spec.kind] // 8
         dtype = torch.float32 if spec.kind == "int8" else torch.float16
         width = self.code_bytes + 2 * dtype.itemsize
@@ -74,13 +74,13 @@ def _scratch(spec: Format) -> _Scratch:
     kept: dict[tuple[str, int, bool], _Scratch] = _local.__dict__.setdefault("kept", {})
     key = (spec.kind, spec.block, spec.minmax)
     if key not in kept:
-        with torch.inference_mode(False):  # or it could not be written to outside that mode
+        with torch.inference_mode(False):  # otherwise it could not be written outside that mode
             kept[key] = _Scratch(spec)
     return kept[key]
 
 
 class PackedRows:
-    """Rows of whole blocks by torch's packing operators; see [Note: Packing operators]."""
+    """Rows of whole blocks with torch's packing operators; see [Note: Packing operators]."""
 
     def __init__(self, spec: Format) -> None:
         self._spec = spec
@@ -116,10 +116,11 @@ class PackedRows:
         payload[:, split:] = scratch.meta_np[:rows].view(np.uint8)[:, : self._meta_bytes]
 
     def _row_statistics(self, scratch: _Scratch, rows: int) -> bool:
-        """Bounds, inverse scales and what travels with each row; whether all rows are finite.
+        """Compute bounds, inverse scales, and the scale and zero point of each row; returns whether
+        all rows are finite.
 
-        The same operations as in ``reference.scales_of`` and ``zero_point``. They are many and
-        short, so they run in numpy, whose calls cost less than torch's.
+        The operations are those of ``reference.scales_of`` and ``zero_point``. They are many and
+        short, so they use numpy, whose calls cost less than torch's.
         """
         kind, minmax = self._spec.kind, self._spec.minmax
         low, high = scratch.low_np[:rows], scratch.high_np[:rows]
@@ -191,8 +192,8 @@ class PackedRows:
 def is_exact(spec: Format) -> bool:
     """Whether the packing operators of this build and machine reproduce the reference's bits.
 
-    They are vectorised for x86 only, and other builds may round otherwise: a kernel whose bits
-    differ would let replicas drift, so it is not used.
+    They are vectorised for x86 only, and other builds may round differently: replicas would drift
+    apart with such a kernel, so it is not used.
     """
     random = np.random.default_rng(0).standard_normal((64, spec.block))
     random *= np.logspace(-30, 30, 64)[:, None]

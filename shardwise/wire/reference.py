@@ -1,30 +1,30 @@
-"""The block formats, stated bit for bit in plain torch; every kernel must produce the same bytes.
+"""The block formats, defined bit for bit in plain torch; every kernel must produce the same bytes.
 
 [Note: Grid]
-A block's values are rounded to whole multiples of its scale, and what travels is the multiple less
-the zero point (the block's smallest multiple, or -127 and -7 when symmetric)::
+A block's values are rounded to whole multiples of its scale. What travels is the multiple minus the
+zero point (the block's smallest multiple, or -127 and -7 if symmetric)::
 
     code  = round(value * (1 / scale) - zero_point)          half to even, 0 <= code <= 255 or 15
     value = (code + zero_point) * scale
 
-Properties that follow, and why the details are as they are:
+Properties of this, and reasons for the details:
 
 - Zero is a multiple, so zeros arrive as zeros.
 - The scale is rounded up to bfloat16, which has float32's range: tiny and huge blocks keep their
-  relative error, for at most 1/128 of a coarser grid. It is at least 2**-126, so that its inverse
-  is finite; values below that vanish.
+  relative error, with a grid that is at most 1/128 coarser. It is at least 2**-126, so that its
+  inverse is finite; values below that vanish.
 - Multiples have at most 15 bits and the scale has 8, so every decoded value is exact in float32.
-  A kernel may fuse the multiplication with the sum that follows and still gets the same bits.
+  A kernel may fuse the multiplication with the following sum and still gets the same bits.
 - To keep multiples in that range (and int4's zero points exact in float16, as CPU kernels need),
-  the scale is at least 1/16384 (int8) or 1/2048 (int4) of the smallest value's magnitude. Only
-  blocks whose values are all nearly equal notice; as these are powers of two, a block of one
-  value that bfloat16 can say, such as the ones of a new norm, arrives exactly.
+  the scale is at least 1/16384 (int8) or 1/2048 (int4) of the smallest value's magnitude. This
+  only affects blocks whose values are all nearly equal; as these are powers of two, a block of one
+  value that bfloat16 can represent, such as the ones of a new norm, arrives exactly.
 - Codes never overflow: the span of a min-max block is a little less than 255 or 15 scales, so that
-  rounding the zero point cannot push the largest value out.
+  rounding the zero point cannot push the largest value out of range.
 
 The error of a value is at most scale / 2 (and the rounding of float32, some millionths of that);
 ``error_bound`` has the formula. A block with a NaN, an infinity, or values farther apart than
-float32 can say has an infinite scale and multiples of zero: all of it decodes to NaN.
+float32 can represent has an infinite scale and multiples of zero: all of it decodes to NaN.
 """
 
 import torch
@@ -44,7 +44,7 @@ LARGEST_SCALE = float.fromhex("0x1.fep127")
 
 def scales_of(spec: Format, low: Tensor, high: Tensor) -> Tensor:
     """The scale of each block, as float32, from its smallest and largest value."""
-    # Multiplying by constants, because a division is not the same bits on every device.
+    # Multiply by constants, because a division does not give the same bits on every device.
     if spec.minmax:
         smallest = low.abs() * (1 / TOP_ZERO_POINT[spec.kind])
         scale = torch.maximum((high - low) * (1 / SPAN[spec.kind]), smallest)
@@ -64,13 +64,13 @@ def zero_point(spec: Format, low: Tensor, inverse: Tensor) -> Tensor:
 
 
 def encode_rows(spec: Format, values: Tensor, payload: Tensor) -> None:
-    """Encodes each row of ``values`` (rows, numel) as one row of ``payload`` (rows, bytes)."""
+    """Encode each row of ``values`` (rows, numel) as one row of ``payload`` (rows, bytes)."""
     values = values.to(torch.float32)
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     scale = scales_of(spec, low, high)
     inverse = scale.reciprocal()
     zero = zero_point(spec, low, inverse)
-    # Codes of a block that is not finite stand for zero, whatever its elements are.
+    # All codes of a block that is not finite stand for zero.
     multiples = torch.where(inverse == 0, 0.0, values * inverse)
     codes = (multiples - zero).round_().to(torch.uint8)
     if CODE_BITS[spec.kind] == 4:
@@ -88,7 +88,7 @@ def decode_rows(spec: Format, payload: Tensor, numel: int) -> Tensor:
     assert payload.shape[1] == row_bytes(spec, numel)
     count = -(-numel * CODE_BITS[spec.kind] // 8)
     codes = payload[:, :count]
-    meta = payload[:, count:].clone(memory_format=torch.contiguous_format)  # aligned, too
+    meta = payload[:, count:].clone(memory_format=torch.contiguous_format)  # also aligns it
     if CODE_BITS[spec.kind] == 4:
         codes = torch.stack([codes & 15, codes >> 4], 2).view(-1, 2 * count)[:, :numel]
     scale = meta[:, :2].contiguous().view(torch.bfloat16).to(torch.float32)
@@ -102,8 +102,8 @@ def decode_rows(spec: Format, payload: Tensor, numel: int) -> Tensor:
 def error_bound(spec: Format, low: Tensor, high: Tensor) -> Tensor:
     """The largest error of a value in a finite block from ``low`` to ``high``, as float64.
 
-    Half a scale, whose rounding to bfloat16 is worth 1/128 of it at most, plus what rounding to
-    float32 on the way is worth: a few parts in 2**24 of the multiples, which 1/100 covers.
+    Half a scale, which rounding to bfloat16 increases by at most 1/128, plus the effect of rounding
+    to float32 on the way: a few parts in 2**24 of the multiples, which 1/100 covers.
     """
     low, high = low.double(), high.double()
     if spec.minmax:

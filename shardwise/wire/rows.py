@@ -1,7 +1,7 @@
-"""Kernels that encode and decode rows: the choice among them, and the one that always works.
+"""Kernels that encode and decode rows: the choice of a kernel, and the one that always works.
 
 A row kernel works on matrices: row i of ``values`` (rows, numel) becomes row i of ``payload``
-(rows, bytes). Elements of a row are contiguous; rows may lie apart.
+(rows, bytes). Elements of a row are contiguous; rows need not be adjacent.
 """
 
 from typing import Protocol
@@ -18,13 +18,13 @@ class RowKernel(Protocol):
     """Encodes and decodes rows of one format, with exactly the bits of ``reference.py``."""
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        """Fills ``payload`` with the encoded rows of ``values``."""
+        """Fill ``payload`` with the encoded rows of ``values``."""
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Fills ``out``, of any float dtype, with the rows' values."""
+        """Fill ``out``, of any float dtype, with the rows' values."""
 
     def add(self, payload: Tensor, total: Tensor) -> None:
-        """Adds the rows' values to ``total``, which is float32 or wider."""
+        """Add the rows' values to ``total``, which is float32 or wider."""
 
 
 class EagerRows:
@@ -50,8 +50,8 @@ def full_rows(spec: Format, device: torch.device) -> RowKernel:
             from shardwise.wire.triton_kernels import TritonRows
         except ImportError as error:
             raise UsageError(
-                f"Wire format {spec} on CUDA needs triton, which this installation lacks: "
-                "pip install triton, or choose bf16 or fp16."
+                f"Wire format {spec} on CUDA needs triton, which is not installed: "
+                "pip install triton, or use bf16 or fp16."
             ) from error
         return TritonRows(spec)
     if device.type == "cpu":
@@ -63,5 +63,5 @@ def full_rows(spec: Format, device: torch.device) -> RowKernel:
 
 
 def tail_rows(spec: Format, device: torch.device) -> RowKernel:
-    """The kernel for the shorter rows of ragged ends; on CPU they are too few to matter."""
+    """The kernel for the shorter rows of ragged ends; on CPU a slow one, as they are few."""
     return full_rows(spec, device) if device.type == "cuda" else EagerRows(spec)

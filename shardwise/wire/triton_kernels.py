@@ -1,12 +1,12 @@
 """Rows on CUDA: quantise and pack, unpack and dequantise (or accumulate), in one kernel each.
 
 The bits are those of ``reference.py``; tests compare them in Triton's interpreter. A program
-handles one row of any length up to a block, so ragged ends need no kernel of their own. Importing
-this module needs ``triton``, which CUDA builds of torch bring along.
+handles one row of any length up to a block, so ragged ends need no separate kernel. Importing this
+module needs ``triton``, which CUDA builds of torch include.
 
-Three things keep the bits equal to the CPU's: contraction to fused multiply-adds is off where a
-product is not exact, the one division is ``div_rn``, and rounding half to even is an addition of
-1.5 * 2**23, after which a float32 has no fraction left.
+Three things keep the bits equal to those on the CPU: contraction to fused multiply-adds is off
+where a product is not exact, the one division is ``div_rn``, and rounding half to even is an
+addition of 1.5 * 2**23, after which a float32 has no fraction left.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ _INFINITY = tl.constexpr(float("inf"))
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` with a type: triton has none."""
+    """``triton.jit`` with a type, which triton lacks."""
     return triton.jit(function)
 
 
 @_kernel
 def _round(x: tl.tensor) -> tl.tensor:
-    """Half to even, for magnitudes below 2**22."""
+    """Round half to even, for magnitudes below 2**22."""
     return (x + _MAGIC) - _MAGIC
 
 
@@ -49,7 +49,7 @@ def _elements(
 
 @_kernel
 def _codes(x: tl.tensor, mask: tl.tensor, inverse: tl.tensor, zero: tl.tensor) -> tl.tensor:
-    """The codes of elements; of a block that is not finite, those that stand for zero."""
+    """The codes of elements; in a block that is not finite, those that stand for zero."""
     multiples = tl.where(inverse == 0.0, 0.0, x * inverse)
     return tl.where(mask, _round(multiples - zero).to(tl.int32), 0)
 
@@ -70,7 +70,7 @@ def _encode(
     x, mask = _elements(values, lane, numel, step, 0)
     low = tl.min(tl.where(mask, x, _INFINITY))
     high = tl.max(tl.where(mask, x, -_INFINITY))
-    # Whether reductions pass a NaN on differs between devices, so it is looked for.
+    # Devices differ in whether reductions propagate NaN, so it is checked explicitly.
     finite = tl.min((tl.abs(x) < _INFINITY).to(tl.int32))
     if code_bits == 4:
         y, mask_y = _elements(values, lane, numel, step, 1)
@@ -93,7 +93,7 @@ def _encode(
     if code_bits == 4:
         codes = codes | (_codes(y, mask_y, inverse, zero) << 4)
     tl.store(payload + lane, codes.to(tl.uint8), mask=lane < code_bytes)
-    # Rows start at any byte, so what follows the codes is stored byte by byte.
+    # Rows start at any byte, so scale and zero point are stored byte by byte.
     meta = payload + code_bytes
     tl.store(meta, ((bits >> 16) & 0xFF).to(tl.uint8))
     tl.store(meta + 1, ((bits >> 24) & 0xFF).to(tl.uint8))
@@ -108,7 +108,7 @@ def _store(
     out: tl.tensor, x: tl.tensor, lane: tl.tensor, numel: tl.tensor,
     step: tl.constexpr, first: tl.constexpr, add: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Stores or adds every step-th element of a row from ``first`` on."""
+    """Store or add every step-th element of a row from ``first`` on."""
     index = step * lane + first
     mask = index < numel
     x = x.to(out.dtype.element_ty)
@@ -135,7 +135,7 @@ def _decode(
     scale = bits.to(tl.float32, bitcast=True)
     if minmax:
         point = tl.load(meta + 2).to(tl.int32) | (tl.load(meta + 3).to(tl.int32) << 8)
-        zero = (point << 16) >> 16  # the sign of 16 bits
+        zero = (point << 16) >> 16  # extends the sign of 16 bits
     else:
         zero = -symmetric_top
     codes = tl.load(payload + lane, mask=lane < code_bytes, other=0).to(tl.int32)
@@ -146,7 +146,7 @@ def _decode(
 
 
 class TritonRows:
-    """Rows of any length up to a block, one program a row."""
+    """Rows of any length up to a block, one program per row."""
 
     def __init__(self, spec: Format) -> None:
         self._kind, self._minmax = spec.kind, spec.minmax

@@ -121,9 +121,9 @@ def test_ctrl_c_takes_the_cluster_down(real_network: None) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--rate", "fast"], "'fast' is no rate"),
-        (["--latency", "5"], "'5' is no latency"),
-        (["--dtype", "int8"], "'int8' is no dtype"),
+        (["--rate", "fast"], "'fast' is not a rate"),
+        (["--latency", "5"], "'5' is not a latency"),
+        (["--dtype", "int8"], "--dtype int8 is not supported"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(options: list[str], sentence: str) -> None:
@@ -142,7 +142,7 @@ def test_not_root_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "sentence"),
     [
         ({"peers": ("megatron",)}, "there is no peer 'megatron'"),
-        ({"plans": ("zero3", "zero3")}, "zero3 takes part twice"),
+        ({"plans": ("zero3", "zero3")}, "zero3 is given twice"),
         ({"plans": ()}, "nothing to compare"),
         ({"steps": 0}, "steps must be at least 1"),
     ],

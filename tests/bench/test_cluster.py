@@ -50,7 +50,7 @@ def test_rates(text: str, bits: int | None, shown: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "200", "fast", "-1mbit", "0mbit", "10mbyte", "1 gbit"])
 def test_no_rates(text: str) -> None:
-    with pytest.raises(UsageError, match="is no rate: write 200mbit"):
+    with pytest.raises(UsageError, match="is not a rate: write 200mbit"):
         Rate.parse(text)
 
 
@@ -58,7 +58,7 @@ def test_latencies() -> None:
     assert [parse_latency_us(text) for text in ("0ms", "1.5ms", "300us", "1s")] == [
         0, 1500, 300, 1_000_000,
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="is no latency"):
+    with pytest.raises(UsageError, match="is not a latency"):
         parse_latency_us("5")
 
 
@@ -79,7 +79,7 @@ def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     found: Callable[..., str | None] = lambda name, **_: None if name == missing else name  # noqa: E731
     monkeypatch.setattr(shutil, "which", found)
-    with pytest.raises(ClusterError, match=f"no `{missing}` command here: install iproute2"):
+    with pytest.raises(ClusterError, match=f"no `{missing}` command: install iproute2"):
         check_machine()
 
 

@@ -17,5 +17,5 @@ def test_its_links_are_measured(real_network: None) -> None:
 
 
 def test_a_mistake_is_told(real_network: None) -> None:
-    with pytest.raises(UsageError, match=r"^'int3' is no dtype"):
+    with pytest.raises(UsageError, match=r"^'int3' is not a dtype"):
         probe_cluster(2, 1, rate=Rate(None), dtype="int3")

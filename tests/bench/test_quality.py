@@ -33,7 +33,7 @@ def test_few_bits_learn_alike(tmp_path):
 
 
 def test_an_unknown_technique_is_named():
-    with pytest.raises(UsageError, match="'zeroqq' is no technique; use zero3, amsp"):
+    with pytest.raises(UsageError, match="'zeroqq' is not a technique; use zero3, amsp"):
         list(run(["zeroqq"], [0], SHORT))
 
 

@@ -439,7 +439,7 @@ def damaged(root: str) -> None:
 
     on_rank_0(misplace)
     message = refusal(lambda: sw.load_pretrained(model, folder))
-    assert "promises tensors that its files do not have (embed.weight)" in message
+    assert "lists tensors that its files do not have (embed.weight)" in message
     on_rank_0(cut)
     assert second.name in refusal(lambda: sw.load_pretrained(model, folder))
     on_rank_0(second.unlink)
@@ -447,7 +447,7 @@ def damaged(root: str) -> None:
     on_rank_0(lambda: (folder / INDEX).write_text("{"))
     assert INDEX in refusal(lambda: sw.load_pretrained(model, folder))
     on_rank_0((folder / INDEX).unlink)
-    assert "name the file" in refusal(lambda: sw.load_pretrained(model, folder))
+    assert "give the path of one file" in refusal(lambda: sw.load_pretrained(model, folder))
     assert "no file" in refusal(lambda: sw.load_pretrained(model, Path(root) / "absent"))
 
 
@@ -752,4 +752,4 @@ def test_inspect(tmp_path: Path) -> None:
     path.write_bytes(b"no header here")
     refused = CliRunner().invoke(app, ["inspect", str(path)])
     assert isinstance(refused.exception, sw.UsageError)
-    assert "no whole safetensors file" in str(refused.exception)
+    assert "not a complete safetensors file" in str(refused.exception)

@@ -78,7 +78,7 @@ def test_a_rate_is_a_straight_line(rate: float, latency: float, amount: float) -
     ],
 )
 def test_a_curve_that_cannot_be(points: tuple[tuple[float, float], ...]) -> None:
-    with pytest.raises(ClusterError, match="A curve"):
+    with pytest.raises(ClusterError, match="curve"):
         Curve(points)
 
 
@@ -199,7 +199,7 @@ def test_ranks_of_a_node_share_its_host_whatever_is_inside() -> None:
 
 def test_an_unknown_latency_is_an_error() -> None:
     alone = replace(load_cluster("dgx-a100"), levels=(LinkSpec(name="world", size=1),))
-    with pytest.raises(ClusterError, match="Nobody knows the latency of level 'world'"):
+    with pytest.raises(ClusterError, match=r"The latency of level 'world' .* is unknown"):
         alone.with_bandwidth("world", 1e9)
 
 
@@ -240,7 +240,7 @@ def test_a_file_that_can_be_read() -> None:
         ("bandwidth = 1e10", "bandwidth = 0", "host.bandwidth"),
         ("read = 1e9", "read = 0", "disk.read"),
         ("busy = 0.1", "busy = 1.5", "levels.0.busy"),
-        ("busy = 0.1", "", "does not say how busy"),
+        ("busy = 0.1", "", "does not tell how busy"),
         ("size = 4", "size = 0", "levels.0.size"),
         ('kind = "cuda"', 'kind = "CPU"', "device.kind.*cuda"),
         ("float32 = 1e13", "float32 = 0", "device.flops.float32"),

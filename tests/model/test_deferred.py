@@ -491,13 +491,13 @@ def test_a_meta_tensor_without_a_record_is_an_error() -> None:
         weight, cured = torch.zeros(N, N), torch.zeros(N, N)
         weight.copy_(stranger)
         cured.copy_(stranger).fill_(1)
-    with pytest.raises(UsageError, match=r"copy_.* from a meta tensor that has none"):
+    with pytest.raises(UsageError, match=r"copy_.* on a meta tensor without values"):
         materialize(weight)
     assert materialize(cured).min() == 1
 
 
 def test_a_real_tensor_is_an_error() -> None:
-    with pytest.raises(UsageError, match="has its values already"):
+    with pytest.raises(UsageError, match="already has its values"):
         materialize(torch.zeros(3))
 
 

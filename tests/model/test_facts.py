@@ -198,7 +198,7 @@ def test_what_depends_on_values_is_told():
 
 
 def test_a_forward_that_fails_is_told_in_a_sentence():
-    with pytest.raises(PlanError, match="of gpt on 1 sequences of 500 tokens cannot be told"):
+    with pytest.raises(PlanError, match="of gpt on 1 sequences of 500 tokens failed on fake"):
         ModuleFacts(_gpt, name="gpt").work(1, 500, ZERO3)
 
 

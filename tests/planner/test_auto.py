@@ -225,5 +225,5 @@ def test_lossless_is_for_auto_only(tmp_path):
     from tests.train.test_train_loop import job
 
     config = job(tmp_path, plan="zero3", lossless=True)
-    with pytest.raises(ConfigError, match="lossless is for plan = 'auto'"):
+    with pytest.raises(ConfigError, match="lossless works with plan = 'auto' only"):
         loop._choose_plan(config, torch.nn.Linear(2, 2))

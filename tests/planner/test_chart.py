@@ -41,7 +41,7 @@ def line_points(svg: str) -> list[list[tuple[float, float]]]:
 
 def test_the_front_names_everything() -> None:
     words = texts(draw_front(POINTS, "a <title>", 80 * GB))
-    assert {"a <title>", "memory a rank, GB", "seconds a step", "limit 80 GB"} <= set(words)
+    assert {"a <title>", "memory per rank, GB", "seconds per step", "limit 80 GB"} <= set(words)
     assert {label for label, *_ in POINTS} <= set(words)
 
 

@@ -281,7 +281,7 @@ class TestAdvice:
 
     @pytest.mark.parametrize(
         ("use", "words"),
-        [("update", "optimizer's update: 60%"), ("tier", "host memory"), ("copies", "copies")],
+        [("update", "optimizer's update, 60%"), ("tier", "host memory"), ("copies", "copies")],
     )
     def test_whatever_takes_long_binds(self, advice, use, words):
         step_s = advice.best.step_s
@@ -322,7 +322,7 @@ class TestCommand:
             "-o", str(plan), "--chart", str(chart),
         )  # fmt: skip
         assert result.exit_code == 0, result.output
-        assert "What binds" in result.output
+        assert "Bottleneck" in result.output
         assert not violations(load_plan(plan), load_cluster("dgx-a100").with_world(16).topology)
         assert chart.read_text(encoding="utf-8").startswith("<svg")
 
@@ -344,10 +344,10 @@ class TestCommand:
         )  # fmt: skip
         assert result.exit_code == 1
         assert "too little" in result.output
-        assert "Memory is fullest in backward blocks." in result.output
+        assert "Memory peaks in backward blocks." in result.output
         # Nobody has to try: what is told was looked at.
         more = re.search(
-            r"What would make it fit, each alone:.*--ranks (\d+)\)", result.output, re.S
+            r"Each of these alone would make it fit:.*--ranks (\d+)\)", result.output, re.S
         )
         assert more
         arguments = ("--model", "gpt-mini", "--cluster", "dgx-a100", "--seq", "128")
@@ -358,7 +358,7 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["--memory", "0"], "A memory of 0 leaves nothing"),
-            (["--path", "/disk"], "has no disk in its description"),
+            (["--path", "/disk"], "has no disk; add"),
             (["--ranks", "3"], "cannot have 3 ranks"),
         ],
     )

@@ -117,7 +117,7 @@ def test_a_model_of_a_paper_can_be_written_down():
         ("gpt:kv_heads=3", "'kv_heads' in model 'gpt:kv_heads=3' is unknown"),
         ("llama:layers=x", "'layers=x' in model 'llama:layers=x' is not KEY=NUMBER"),
         ("gpt:layers=2,heads=4", "has no width; add width=NUMBER"),
-        ("gpt:layers=2,width=100,heads=3", "width=100, which is no multiple of heads=3"),
+        ("gpt:layers=2,width=100,heads=3", "width=100, which is not a multiple of heads=3"),
         ("gpt:layers=0,width=64,heads=4", "has layers=0; use 1 or more"),
     ],
 )

@@ -40,23 +40,23 @@ RULES: dict[str, tuple[Plan, Topology, str]] = {
     "node not filled": (
         presets.mics("world:3"),
         Topology.parse("island=2,rack=3"),
-        "leaves a level before it is filled; use none or island or rack",
+        "continues beyond a level that it does not fill; use none or island or rack",
     ),
     "params finer than optim": (
         plan_of("world", "node", "node"),
         GRID,
-        r"params.spread 'world' \(4 parts\) does not divide optim.spread 'node' \(2 parts\)",
+        r"params.spread 'world' \(4 shards\) does not divide optim.spread 'node' \(2 shards\)",
     ),
     "grads finer than optim": (plan_of("none", "world", "node"), GRID, "grads.spread 'world'"),
     "params and grads cross": (
         plan_of("node:2", "node:3", "node"),
         SIX,
-        "params.spread 'node:2' .* and grads.spread 'node:3' .* must divide one another",
+        "params.spread 'node:2' .* must divide grads.spread 'node:3' .*, or the reverse",
     ),
     "keep and grads cross": (
         plan_of("node", "node:3", "node", "node:2"),
         SIX,
-        "grads.spread 'node:3' .* and keep 'node:2' .* must divide one another",
+        "grads.spread 'node:3' .* must divide keep 'node:2' .*, or the reverse",
     ),
     "keep finer than params": (
         plan_of("node", "node", "node", "world"),
@@ -67,7 +67,7 @@ RULES: dict[str, tuple[Plan, Topology, str]] = {
     "keep nothing until step": (
         replace(presets.zero3(), keep_until="step"),
         GRID,
-        "nothing to keep",
+        "there is nothing to keep",
     ),
     "dtype with a neighbour": (
         presets.ddp(precision=Precision(compute="bfloat")),
@@ -200,12 +200,12 @@ def test_a_plan_without_violations_resolves(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("wires", "sentence"),
     [
-        ({"params": "int9"}, "params.wire: 'int9' in 'int9' is no wire format; the nearest is"),
+        ({"params": "int9"}, "params.wire: 'int9' in 'int9' is not a wire format; the nearest"),
         ({"params": "int8/feedback"}, "params.wire 'int8/feedback' has error feedback, which only"),
         ({"grads": "int4/delta"}, "grads.wire 'int4/delta' sends differences, which only the ref"),
         ({"grads": "rack=int8"}, "names no level 'rack' of node=2,world=2"),
         ({"grads": "int4/feedback"}, "error feedback on level node, where it would need memory"),
-        ({"optim": "node=int4/delta"}, "sends differences on a level that gets new values from"),
+        ({"optim": "node=int4/delta"}, "sends differences on a level that receives its values"),
         ({"optim": "int4/delta,node=int8/delta"}, "use one format with delta from the outermost"),
     ],
 )

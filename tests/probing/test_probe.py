@@ -95,17 +95,17 @@ class TestProbe:
 
     def test_a_folder_that_is_none_is_an_error_on_all_ranks(self, two: harness.Workers) -> None:
         for sentence in two.run(refused, path="/nowhere/at/all"):
-            assert "/nowhere/at/all is no folder" in sentence
+            assert "/nowhere/at/all is not a folder" in sentence
 
     def test_a_dtype_that_is_none(self, two: harness.Workers) -> None:
         for sentence in two.run(refused, dtype="int3"):
-            assert sentence.startswith("'int3' is no dtype")
+            assert sentence.startswith("'int3' is not a dtype")
 
     def test_a_dtype_that_ends_processes_on_one_rank_is_an_error_on_all(
         self, two: harness.Workers
     ) -> None:
         for sentence in two.run(refused_on_one_rank):
-            assert sentence.startswith("A product in bfloat16 ends a process")
+            assert sentence.startswith("A product in bfloat16 kills a process")
 
     def test_progress_ends_where_it_said_and_passes_are_visited_again(
         self, one: harness.Workers
@@ -342,7 +342,7 @@ class TestCache:
         two.run(cached, str(tmp_path), path=str(folder))
         folder.rmdir()
         for sentence in two.run(refused_from_cache, str(tmp_path), str(folder)):
-            assert f"{folder} is no folder" in sentence
+            assert f"{folder} is not a folder" in sentence
 
     def test_a_folder_that_cannot_be_written(self, one: harness.Workers, tmp_path: Path) -> None:
         (tmp_path / "shardwise").write_text("a file where the folder would be")
@@ -417,9 +417,12 @@ class TestCommand:
         [
             (["-o", "{folder}/no/cluster.toml"], "no/cluster.toml cannot be written: No such file"),
             (["-o", "{folder}"], "is a folder; give the name of a .toml file"),
-            (["--dtype", "int3"], "'int3' is no dtype that shardwise probe measures; use float32"),
+            (
+                ["--dtype", "int3"],
+                "'int3' is not a dtype that shardwise probe measures; use float32",
+            ),
             (["--levels", "node"], "is not NAME=SIZE"),
-            (["--path", "{folder}/no"], "is no folder; give one on a local disk"),
+            (["--path", "{folder}/no"], "is not a folder; give one on a local disk"),
         ],
     )
     def test_a_mistake_is_one_sentence_before_anything_is_measured(

@@ -106,7 +106,7 @@ def test_a_running_store_is_in_use(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["--clean"], "--clean needs the folder"), (["/nowhere/at/all"], "is no folder")],
+    [(["--clean"], "--clean needs a folder"), (["/nowhere/at/all"], "is not a folder")],
 )
 def test_mistakes_are_one_sentence(capsys, arguments, sentence):
     assert run(["doctor", *arguments]) == 2

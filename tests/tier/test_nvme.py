@@ -245,9 +245,9 @@ def test_mistakes_are_named(store):
         store.put(record, torch.empty(4, device="meta"))
     store.free(record)
     for call in (lambda: store.free(record), lambda: store.get(record, torch.empty(1))):
-        with pytest.raises(UsageError, match=r"moment of unit 'h.0' is no record"):
+        with pytest.raises(UsageError, match=r"moment of unit 'h.0' is not a record"):
             call()
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         NvmeStore(str(store.path / "absent"), rank=0)
 
 
@@ -390,7 +390,7 @@ def test_a_failed_write_is_told_and_loses_nothing(store, monkeypatch, code):
             ticket.wait()
     message = str(caught.value)
     for word in (
-        str(store.path), "master of unit 'h.0'", errno.errorcode[code], "still held in memory",
+        str(store.path), "master of unit 'h.0'", errno.errorcode[code], "kept in memory",
         "bytes 100 to 4206",
     ):  # fmt: skip
         assert word in message
@@ -416,7 +416,7 @@ def test_a_write_whose_surroundings_cannot_be_read_loses_nothing(store, monkeypa
     store.put(record, old).wait()
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail_with(errno.EIO))
-        with pytest.raises(TierError, match="still held in memory"):
+        with pytest.raises(TierError, match="kept in memory"):
             store.put(record, new, 50).wait()
     expected = old.clone()
     expected[50:60] = new
@@ -475,7 +475,7 @@ def test_a_checksum_finds_a_flipped_bit(tmp_path):
             content(store, record, start, nbytes)
     assert torch.equal(content(store, record, 0, size), source[:size])
     assert torch.equal(content(store, record, 2 * size), source[2 * size :])
-    with pytest.raises(TierError, match="held in memory"):  # its other bytes are not to be trusted
+    with pytest.raises(TierError, match="kept in memory"):  # its other bytes are not to be trusted
         store.put(record, source[:10], size + 7).wait()
     store.put(record, source[size : 2 * size], size).wait()
     assert torch.equal(content(store, record), source)
@@ -496,7 +496,7 @@ def test_too_little_space_is_one_sentence_before_anything_is_written(store, monk
         store.reserve(1 << 20, "r")
     assert str(caught.value) == (
         f"The nvme tier of rank 0 needs 1048576 more bytes in {store.path}, where 12288 are "
-        "free; make room there, or set tiers.path to a larger disk."
+        "free; free space there, or set tiers.path to a larger disk."
     )
     assert caught.value.errno == errno.ENOSPC
     assert os.fstat(store._file).st_size == os.fstat(store._file).st_blocks == 0
@@ -791,7 +791,7 @@ def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
 
 def test_a_path_that_nothing_can_be_made_in(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", fail_with(errno.EACCES))
-    with pytest.raises(TierError, match=r"could be made and locked in .*Permission denied"):
+    with pytest.raises(TierError, match=r"cannot make and lock a folder in .*Permission denied"):
         NvmeStore(str(tmp_path), rank=0)
 
 

@@ -49,7 +49,7 @@ def test_the_command_line_imports_no_torch(environment: dict[str, str]) -> None:
         (["train", "--steps", "0"], "train.steps should be greater than 0"),
         (["train", "nowhere.toml"], "there is no file nowhere.toml"),
         (["verify", "--dtype", "bfloat16"], "compares in float64 or float32"),
-        (["verify", "--global-batch", "3"], "cannot be cut"),
+        (["verify", "--global-batch", "3"], "cannot be divided"),
         (["verify", "--plan", "auto"], "name a preset or a plan's file"),
     ],
 )

@@ -93,5 +93,5 @@ def test_the_global_batch_is_cut_or_refused(
     if expected is not None:
         assert config.batching(world) == expected
     else:
-        with pytest.raises(ConfigError, match="cannot be cut"):
+        with pytest.raises(ConfigError, match="cannot be divided"):
             config.batching(world)

@@ -90,7 +90,7 @@ def test_errors_name_the_source_and_the_remedy(tmp_path: Path) -> None:
         (".", "is a directory"),
         ("empty.txt", "is empty"),
         ("odd.bin", "check data.dtype"),
-        ("bad.npy", "is no .npy file"),
+        ("bad.npy", "is not a .npy file"),
         ("float.npy", "integers in one dimension"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -98,12 +98,12 @@ def test_errors_name_the_source_and_the_remedy(tmp_path: Path) -> None:
 
 
 def test_a_source_shorter_than_a_sequence_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="numbers is too short: 15 tokens"):
+    with pytest.raises(ConfigError, match="numbers is too short: it has 15 tokens"):
         batches(tokens=np.arange(15))
     assert batches(tokens=np.arange(16)).get(0).shape == (12, 16)
 
 
 @pytest.mark.parametrize("bad", [256, -1])
 def test_a_token_outside_the_vocabulary_is_an_error(bad: int) -> None:
-    with pytest.raises(ConfigError, match=f"holds token {bad}, and the model knows 0 to 255"):
+    with pytest.raises(ConfigError, match=f"has token {bad}, but the model knows 0 to 255"):
         batches(tokens=np.full(100, bad)).get(0)

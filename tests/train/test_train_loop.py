@@ -110,7 +110,7 @@ def test_a_plan_that_updates_in_backward_trains_without_clipping(tmp_path: Path)
 
 def test_mistakes_before_anything_starts(tmp_path: Path) -> None:
     config = job(tmp_path, workers=3)
-    with pytest.raises(ConfigError, match="cannot be cut: 3 ranks"):
+    with pytest.raises(ConfigError, match="cannot be divided: 3 ranks"):
         run_training(config, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()

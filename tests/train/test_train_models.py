@@ -78,7 +78,7 @@ def test_a_transformers_config_file_or_directory(tmp_path: Path) -> None:
         ({"name": "bert"}, ", ".join(SIZES)),
         ({"name": "transformers:nonsense"}, "no model type 'nonsense'"),
         ({"name": "no/such/config.json"}, "there is no file"),
-        ({"name": "transformers:gpt2", "width": 8}, "model.width shapes only"),
+        ({"name": "transformers:gpt2", "width": 8}, "model.width works with built-in sizes only"),
         ({"name": "gpt-tiny", "width": 65}, "not a multiple of 4 heads"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The figures that the planner is judged by."""
+"""The figures of merit of the planner."""
 
 import math
 import statistics
@@ -16,21 +16,21 @@ class Accuracy:
     median_error: float
     worst_error: float
     first_median_error: float
-    """Of what the first probe alone predicts."""
+    """The error of predictions from the first probe alone."""
     first_worst_error: float
     rank_correlation: float
-    """Spearman's, of all plans on all clusters together."""
+    """Spearman's rank correlation, of all plans on all clusters together."""
     least_correlation: float
-    """The least of a single cluster's. Where plans take about the same time, it is noise."""
+    """The lowest of all single clusters. Where plans take about the same time, it is noise."""
     agreement: float
     """Likewise of the first half of all plans' steps with the second: how well the machine agrees
-    with itself over half as many steps. A prediction is compared with all of them."""
+    with itself, from half as many steps. Predictions are compared with all steps."""
     regrets: dict[tuple[str, str], float]
-    """By cluster: measured time of the chosen plan over the fastest one's."""
+    """By cluster: measured time of the chosen plan relative to the fastest plan."""
 
 
 def summarise(found: Sequence[Comparison]) -> Accuracy:
-    """The figures that the planner is judged by."""
+    """The figures of merit of the planner."""
     errors = [abs(one.error) for one in found]
     firsts = [abs(one.first_s / one.measured_s - 1) for one in found]
     clusters: dict[tuple[str, str], list[Comparison]] = {}
@@ -49,16 +49,16 @@ def summarise(found: Sequence[Comparison]) -> Accuracy:
 
 
 def _regret(found: Sequence[Comparison]) -> float:
-    """Of the finals, meeting by meeting: who is fastest of many in few steps was also lucky.
+    """The regret in the finals, meeting by meeting: the fastest of many in few steps is also lucky.
 
-    What is the chosen plan by another name (its step is simulated to the same seconds) is no rival:
-    that it took another time is the machine's doing.
+    A plan that equals the chosen one (its simulated step takes the same time) does not count: a
+    difference between them is noise of the machine.
     """
     chosen = next(one for one in found if one.plan == CHOSEN)
     rivals = [
         one for one in found if not math.isclose(one.predicted_s, chosen.predicted_s, rel_tol=1e-9)
     ]
-    if not chosen.finals:  # nobody came near
+    if not chosen.finals:  # no plan came close
         return chosen.measured_s / min(one.measured_s for one in [chosen, *rivals])
     ratios = [
         statistics.median(a / b for a, b in zip(chosen.finals, one.finals, strict=True))
@@ -73,7 +73,9 @@ def _correlation(found: Sequence[Comparison]) -> float:
 
 
 def _agreement(found: Sequence[Comparison]) -> float:
-    middles = [len(one.steps) / 2 for one in found]  # an odd number's middle is in both halves
+    middles = [
+        len(one.steps) / 2 for one in found
+    ]  # both halves have the middle one of an odd number
     early = [
         statistics.median(one.steps[: math.ceil(middle)])
         for one, middle in zip(found, middles, strict=True)
@@ -86,7 +88,7 @@ def _agreement(found: Sequence[Comparison]) -> float:
 
 
 def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """The correlation of ranks; equal values share theirs.
+    """The correlation of ranks; equal values share a rank.
 
     >>> _spearman([1, 2, 3], [10, 30, 20])
     0.5

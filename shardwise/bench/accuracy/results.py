@@ -1,4 +1,4 @@
-"""What was predicted and measured, and the file of it."""
+"""Predictions beside measurements, and the file that has them."""
 
 import json
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ from typing import TypeVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One plan on one cluster."""
+    """The prediction and measurement of one plan on one cluster."""
 
     grid: str
     rate: str
     plan: str
     predicted_s: float
     first_s: float
-    """What the first probe alone predicts."""
+    """The prediction from the first probe alone."""
     measured_s: float
     """The median of its steps."""
     exposed: dict[str, float]
-    """What the prediction is made of."""
+    """The breakdown of the prediction."""
     steps: Sequence[float]
-    """Seconds of each step that was timed, of all turns."""
+    """Seconds of each timed step, of all turns."""
     finals: Sequence[float] = ()
-    """Seconds of a step, meeting by meeting, of those that might be the fastest."""
+    """Seconds per step by meeting, if the plan might be the fastest."""
 
     @property
     def error(self) -> float:
@@ -34,7 +34,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The memory of one plan on one grid: of the rank that has most, above a process without it."""
+    """The memory of a plan on a grid: of the largest rank, above that of a process without it."""
 
     grid: str
     plan: str
@@ -51,7 +51,7 @@ Recorded = TypeVar("Recorded", Comparison, Footprint)
 
 
 def read(results: Path, kind: type[Recorded]) -> list[Recorded]:
-    """What a file has; of one plan on one cluster the last that was written."""
+    """The results in a file; for each plan on each cluster the last one."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     found = [kind(**json.loads(line)) for line in lines]
     return list({(one.grid, getattr(one, "rate", ""), one.plan): one for one in found}.values())

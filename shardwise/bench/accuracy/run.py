@@ -1,4 +1,4 @@
-"""The comparisons on emulated clusters, and of kept ones with what is predicted now."""
+"""The comparisons on emulated clusters, and of stored measurements with current predictions."""
 
 import sys
 import tempfile
@@ -25,7 +25,7 @@ from shardwise.plans.memory import memory
 def compare(
     setup: Setup, tell: Callable[[str], None], keep: Path | None = None
 ) -> Iterator[Comparison]:
-    """Probes, predicts, trains; ``keep`` is a folder for probed clusters and chosen plans."""
+    """Probe, predict and train; ``keep`` is a folder for probed clusters and chosen plans."""
     for nodes, ranks in setup.grids:
         with signals_raised(), Cluster(nodes) as cluster, ExitStack() as ending:
             job = Job(
@@ -55,7 +55,7 @@ def compare(
 def predict_again(
     found: Sequence[Comparison], kept: Path, *, model: str, seq: int
 ) -> Iterator[Comparison]:
-    """The same turns beside what the simulator says now of the clusters that were kept."""
+    """Compare the same turns with what the simulator now predicts for the stored clusters."""
     facts = facts_of(model)
     for one in found:
         files = Kept(kept, one.grid, one.rate)
@@ -70,7 +70,7 @@ def predict_again(
 
 
 def footprints(setup: Setup, tell: Callable[[str], None]) -> Iterator[Footprint]:
-    """Peak memory, each plan in processes of its own; the rate of a link does not matter."""
+    """Peak memory, each plan in separate processes; the rate of a link does not matter."""
     facts = facts_of(setup.model)
     for nodes, ranks in setup.grids:
         grid = f"node={ranks},world={nodes}"

@@ -9,13 +9,13 @@ from shardwise.plans.plan import Plan, StatePlan
 CHOSEN = "auto"
 """The name of the planner's choice."""
 FIXED = ("zero1", "zero2", "zero3", "fsdp", "hsdp", "zeropp")
-"""Strategies that people choose without looking at the cluster."""
+"""Strategies that are often chosen whatever the cluster is."""
 
 
 def plans() -> dict[str, Plan]:
     """Plans that differ in what they send, where and when.
 
-    With one rank a node eleven do; the others are then one of them by another name.
+    With one rank per node eleven of them differ; each of the others equals one of these.
     """
     zero3, zero1, amsp = presets.zero3(), presets.zero1(), presets.amsp()
     few_bits = StatePlan(spread="world", wire="int4,node=int8")
@@ -57,4 +57,4 @@ class Setup:
     rounds: int = 4
     names: tuple[str, ...] = tuple(plans())
     quick: bool = False
-    """For tests: a probe whose figures mean little."""
+    """For tests: probe quickly; the figures mean little."""

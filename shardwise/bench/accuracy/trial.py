@@ -22,22 +22,22 @@ from shardwise.plans.plan import Plan
 
 TURN_S = 6.0
 MOST_STEPS = 3
-"""Of a turn: on a machine that changes its pace many short turns say more than few long ones."""
+"""Steps of a turn: on a machine that changes its pace many short turns tell more than few long."""
 LEAST_ROUNDS = 2
 ENOUGH_S = 20.0
-"""A plan that was timed for so long in these rounds takes no more turns."""
+"""A plan that was timed for this many seconds takes no more turns."""
 FINALISTS = 3
 MEETINGS = 10
-"""Of finalists."""
+"""Number of meetings of the finalists."""
 MEETING_S = 3.0
 NEAR = 1.15
-"""Plans that took up to so many times the chosen one's seconds might be as fast."""
+"""Plans that took up to this many times as long as the chosen one might be as fast."""
 Turns = dict[str, list[float]]
 """Seconds of steps by plan."""
 
 
 class Kept:
-    """The files of what was probed and chosen on one cluster."""
+    """The files with the probes and the chosen plan of one cluster."""
 
     def __init__(self, folder: Path, grid: str, rate: str) -> None:
         nodes, ranks = (Topology.parse(grid).levels[i].size for i in (1, 0))
@@ -56,13 +56,13 @@ class Trial:
         self._plans: dict[str, tuple[str, Plan]] = {}
 
     def add(self, name: str, plan: Plan) -> None:
-        """Takes part from now on; contenders are named by plan files."""
+        """Add a plan; contenders are named by plan files."""
         path = self._folder / f"{len(self._plans)}.toml"
         path.write_text(dump_plan(plan), encoding="utf-8")
         self._plans[name] = (str(path), plan)
 
     def run(self, where: str, tell: Callable[[str], None]) -> None:
-        """Probes, chooses, and lets the plans take turns at the rate that links have now."""
+        """Probe, choose, and let the plans take turns at the current rate of the links."""
         tell(f"{where}: probing")
         self._probes = [self._probe()]
         found = search(self._request(self._probes[0])).best
@@ -78,13 +78,13 @@ class Trial:
                 tell(f"{where}: probing again")
                 self._probes.append(self._probe())
         names = finalists(self._steps)
-        tell(f"{where}: finals of {', '.join(names) or 'nobody'}")
+        tell(f"{where}: finals of {', '.join(names) or 'none'}")
         self._finals = self._meet(names, expected)
-        tell(f"{where}: probing at last")
+        tell(f"{where}: probing a last time")
         self._probes.append(self._probe())
 
     def comparisons(self) -> Iterator[Comparison]:
-        """Of what was probed and trained last."""
+        """The comparisons of the last run."""
         first = self._estimates(self._probes[0])
         for name, estimate in self._estimates(median_of(self._probes)).items():
             yield Comparison(
@@ -100,7 +100,7 @@ class Trial:
             )
 
     def keep(self, files: Kept) -> None:
-        """All that predictions are made of."""
+        """Write everything that predictions are based on."""
         files.first.write_text(dump_cluster(self._probes[0]), encoding="utf-8")
         files.median.write_text(dump_cluster(median_of(self._probes)), encoding="utf-8")
         files.chosen.write_text(dump_plan(self._plans[CHOSEN][1]), encoding="utf-8")
@@ -121,18 +121,18 @@ class Trial:
         }
 
     def _turn(self, name: str, expected_s: float) -> list[float]:
-        """Seconds of each step. One plan lives at a time: each of gloo's groups has threads that
-        wake a hundred times a second, and those of 15 plans took half of two processors."""
+        """Seconds of each step. Only one plan exists at a time: each of gloo's groups has threads
+        that wake a hundred times per second, and those of 15 plans took half of two processors."""
         self._build(name)
         steps = max(1, min(MOST_STEPS, round(TURN_S / expected_s)))
-        # The first step records orders and makes states; the second finds new buffers cold, which
-        # matters where steps are short.
+        # The first step records orders and creates states; the second still has cold new buffers,
+        # which matters if steps are short.
         found = self._train(name, 2 if steps > 1 else 1, steps)
         self._drop(name)
         return found
 
     def _meet(self, names: Sequence[str], expected: dict[str, float]) -> Turns:
-        """Few plans live together here and change often: their ratios matter, not their seconds."""
+        """Few plans exist together and alternate often: their ratios matter, not their seconds."""
         for name in names:
             self._build(name)
             self._train(name, 1, 1)
@@ -152,7 +152,7 @@ class Trial:
         self._job.ask(Drop(self._plans[name][0]))
 
     def _train(self, name: str, warm_up: int, steps: int) -> list[float]:
-        # The simulator's step overlaps the refresh of the one before it, and so must these.
+        # A simulated step overlaps the refresh of the previous one, and so must these.
         turn = Turn(self._plans[name][0], warm_up, steps, drained=False)
         answers: list[Measured] = self._job.ask(turn)
         by_step = zip(*(answer.steps_s for answer in answers), strict=True)
@@ -160,8 +160,8 @@ class Trial:
 
 
 def takers(number: int, turns: Turns) -> list[str]:
-    """Who takes a turn in a round: there and back, so that nobody is always early in whatever a
-    machine goes through.
+    """The plans that take a turn in a round, in alternating order, so that none is always early
+    while the machine changes its pace.
 
     >>> takers(1, {"slow": [30.0], "quick": [1.0, 1.0]})
     ['quick', 'slow']
@@ -175,7 +175,7 @@ def takers(number: int, turns: Turns) -> list[str]:
 
 
 def finalists(turns: Turns) -> list[str]:
-    """The planner's choice and what may be as fast; nobody, where that is nobody else."""
+    """The planner's choice and the plans that may be as fast; none if there are no such plans."""
     medians = {name: statistics.median(seconds) for name, seconds in turns.items()}
     limit = NEAR * medians.pop(CHOSEN)
     fastest = sorted(medians, key=lambda name: medians[name])[:FINALISTS]

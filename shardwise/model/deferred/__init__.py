@@ -1,18 +1,19 @@
-"""Build a model without memory; give its tensors their values later, one by one.
+"""Build a model without memory; compute the values of its tensors later, one by one.
 
-Inside `deferred_init()` large tensors are meta tensors whose operations are recorded, below
+Inside `deferred_init()` large tensors are meta tensors whose operations are recorded below
 autograd; `materialize` replays those that one tensor depends on, on any device. Values depend on
-the seed and the program, never on what else was materialised. What cannot be replayed raises.
+the seed and the program, never on which other tensors were materialised. What cannot be replayed
+raises.
 
 Each module imports only from those before it:
 
-operators   what a schema says of an operator, the leaves of its arguments
-streams     random numbers: one stream for each operation
+operators   properties of an operator by its schema, and the leaves of its arguments
+streams     random numbers: one stream per operation
 history     what is recorded: storages without memory, and the writes into them
 lookup      which history a tensor has
 replay      from a history to values
 recorder    which operations are deferred
-facade      why model code does not notice
+facade      makes deferred tensors look real to model code
 context     `deferred_init`
 """
 

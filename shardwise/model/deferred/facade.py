@@ -1,9 +1,9 @@
-"""Why model code does not notice: deferred tensors look real to Python.
+"""Makes deferred tensors look real to model code.
 
 `nn.init` and model code skip initialisation when they see meta tensors. So inside the context
-Python is told the device that the code asked for. The functions of `nn.init` that skip meta tensors
-are recorded as one call at the moment they ask `is_meta`: control flow that depends on values
-(`trunc_normal_` draws until all samples fit) must not be frozen under one seed.
+tensors report the device that the code asked for. The functions of `nn.init` that skip meta tensors
+are recorded as one call when they read `is_meta`: control flow that depends on values
+(`trunc_normal_` draws until all samples fit) must not be fixed by one seed.
 """
 
 import sys
@@ -61,7 +61,7 @@ class Facade(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _as_data(self, tensor: Tensor, value: Tensor) -> Tensor:
-        """What `tensor.data = value` may assign: torch wants both real or both meta."""
+        """A value that `tensor.data = value` accepts: torch requires both real or both meta."""
         if cell_of(tensor) and not value.is_meta:
             return self._recorder.defer(value)
         if not tensor.is_meta and cell_of(value):
@@ -70,7 +70,7 @@ class Facade(TorchFunctionMode):
 
 
 def _real_index(index: Any) -> Any:
-    """torch would put the values of a list on the device of the tensor: on meta, they are lost."""
+    """An index as a real tensor: torch would move a list to the meta device and lose its values."""
     if isinstance(index, tuple):
         return tuple(_real_index(item) for item in index)
     is_data = isinstance(index, list) or hasattr(index, "__array_interface__")

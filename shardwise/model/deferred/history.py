@@ -1,9 +1,10 @@
 """What is recorded: storages without memory, and the operations that wrote into them.
 
-All aliases of a storage (views, `nn.Parameter`, `detach`) share one cell, an attribute of the
-torch storage that dies with it. A cell points at its last write, a write at the one before it. A
-write that fills the storage has none before it, so that dead stores (`reset_parameters` before
-`normal_`) drop out while recording. No history points at a cell: reference counts alone release it.
+All aliases of a storage (views, `nn.Parameter`, `detach`) share one cell, an attribute of the torch
+storage with the same lifetime. A cell points at its last write, a write at the previous one. A
+write that fills the storage has no previous one, so dead stores (`reset_parameters` before
+`normal_`) are dropped while recording. No history points at a cell, so reference counts alone
+release it.
 """
 
 import itertools
@@ -27,13 +28,13 @@ class Cell:
     key: int
     seed: int
     device: torch.device
-    """What the code asked for."""
+    """The device that the code asked for."""
     write: "Write | None" = None
 
 
 @dataclass(slots=True, eq=False)
 class Ref:
-    """A tensor as an operation saw it: a window on a storage at one point of its history."""
+    """A tensor as an operation saw it: a view of a storage at one point of its history."""
 
     key: int
     layout: "Layout"
@@ -48,9 +49,9 @@ class Op:
     args: list[Any]
     kwargs: dict[str, Any]
     outputs: list[Ref | None]
-    """The storages it creates; None for a result that is none."""
+    """The storages it creates; None for results that are not new storages."""
     stream: Stream | None = None
-    """Of a random operation."""
+    """The stream of a random operation."""
     order: int = field(default_factory=lambda: next(_order))
 
     def refs(self) -> list[Ref]:
@@ -87,7 +88,7 @@ class Layout(NamedTuple):
 
 
 class Lost:
-    """Stands for a tensor whose values nobody recorded."""
+    """Stands for a tensor whose values were not recorded."""
 
 
 def cell_of(tensor: Tensor) -> Cell | None:
@@ -97,7 +98,7 @@ def cell_of(tensor: Tensor) -> Cell | None:
 
 
 def make_cell(tensor: Tensor, seed: int, device: torch.device) -> Ref | None:
-    """Begins the history of a new storage; None if the tensor is an alias of one that has one."""
+    """Begin the history of a new storage; None if the tensor's storage already has one."""
     if cell_of(tensor):
         return None
     cell = Cell(next(_order), seed, device)
@@ -109,7 +110,7 @@ def ref_to(tensor: Tensor, cell: Cell, *, fills: bool = False) -> Ref:
     """The tensor as it is now.
 
     Args:
-        fills: an operation is about to overwrite all its elements, and does not read the storage.
+        fills: an operation will overwrite all its elements without reading the storage.
     """
     layout = Layout.of(tensor)
     filled = fills and layout.fills_storage()
@@ -117,7 +118,7 @@ def ref_to(tensor: Tensor, cell: Cell, *, fills: bool = False) -> Ref:
 
 
 def record(op: Op, written: list[Tensor]) -> None:
-    """Adds an operation to the histories of the storages that it writes."""
+    """Add an operation to the histories of the storages that it writes."""
     filled = {ref.key for ref in op.refs() if ref.filled}
     for key, cell in {cell.key: cell for t in written if (cell := cell_of(t))}.items():
         cell.write = Write(op, None if key in filled else cell.write)

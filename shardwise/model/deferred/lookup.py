@@ -1,8 +1,8 @@
-"""Which history a tensor has, and why it has none.
+"""Finds the history of a tensor, or the reason why it has none.
 
-A cell tells it. Of registered parameters it is also kept as the context left it: a parameter that
-was cast since (`model.to(dtype)`) has a new storage, and one that was written to since has values
-that nobody recorded.
+Cells have histories. Those of registered parameters are also kept as they were at the end of the
+context: a parameter that was cast later (`model.to(dtype)`) has a new storage, and one that was
+written to later has values that were not recorded.
 """
 
 from typing import Any, NamedTuple
@@ -24,14 +24,14 @@ class Record(NamedTuple):
 
 
 _parameters = WeakIdKeyDictionary()
-"""Registered parameters, with their record of when the context ended; None before that."""
+"""Registered parameters, with their records at the end of the context; None before that."""
 
 
 def require(tensor: Tensor) -> Record:
-    """The record of a deferred tensor; raises if `materialize` could not give its true values."""
+    """The record of a deferred tensor; raises if `materialize` cannot compute its values."""
     found, left, shape = _find(tensor), _parameters.get(tensor), tuple(tensor.shape)
     if not tensor.is_meta:
-        raise UsageError(f"a tensor of shape {shape} is not deferred: it has its values already")
+        raise UsageError(f"a tensor of shape {shape} is not deferred: it already has its values")
     if found is None:
         raise UsageError(
             f"a meta tensor of shape {shape} has no recorded initialisation: create, copy and cast "
@@ -63,15 +63,15 @@ def _version(tensor: Tensor) -> int:
 
 
 def remember(module: Any, name: str, parameter: Tensor | None) -> None:
-    """A hook: a module registers a parameter."""
+    """A hook for modules that register a parameter."""
     with plain_torch():
         if parameter is not None and cell_of(parameter):
             _parameters[parameter] = None
 
 
 def end_context() -> None:
-    """Keeps the records of parameters as they are now."""
-    with plain_torch():  # some may be guarded by now: look at them without asking them
+    """Keep the records of parameters as they are now."""
+    with plain_torch():  # some may be guarded by now: bypass the guard
         for parameter, left in list(_parameters.items()):
             cell = cell_of(parameter)
             if cell is not None and (left is None or left.ref.write is not cell.write):
@@ -79,21 +79,21 @@ def end_context() -> None:
 
 
 def forget(tensor: Tensor) -> None:
-    """Drops what is kept about a parameter: to be called when it has its values.
+    """Drop the records of a parameter, once it has its values.
 
     Otherwise its history, with real tensors that were copied into it, lives as long as it does, and
-    the weak reference to it keeps `torch.utils.swap_tensors` from working.
+    the weak reference to it prevents `torch.utils.swap_tensors`.
     """
     _parameters.pop(tensor, None)
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Whether the tensor is on the meta device and `materialize` knows its values."""
+    """Whether the tensor is on the meta device and `materialize` can compute its values."""
     with plain_torch():
         return _find(tensor) is not None
 
 
 def deferred_seed(tensor: Tensor) -> int:
-    """The base seed of the context that made the tensor."""
+    """The base seed of the context in which the tensor was made."""
     with plain_torch():
         return require(tensor).seed

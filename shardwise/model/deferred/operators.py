@@ -1,4 +1,4 @@
-"""Operators as the dispatcher sees them: what their schema says, and their arguments."""
+"""Operators as the dispatcher sees them: properties by their schema, and their arguments."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Traits(NamedTuple):
-    """What an operator's schema says."""
+    """Properties of an operator, by its schema."""
 
     names: tuple[str, ...]
     writes: frozenset[str]
-    fills: bool  # what it writes does not depend on what was there
+    fills: bool  # what it writes does not depend on the old values
     creates: bool  # all results are new tensors
     is_view: bool
-    asks: bool  # returns no tensor and writes none: it needs values
+    asks: bool  # returns and writes no tensor, so it needs values
     shape_only: bool  # does not need the values of its inputs
     uninitialised: bool
     random: bool
@@ -48,7 +48,7 @@ def traits_of(func: Any) -> Traits:
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Applies `fn` to the leaves of an operator's arguments, much faster than torch's pytree."""
+    """Apply `fn` to the leaves of an operator's arguments, much faster than torch's pytree."""
     if isinstance(value, list | tuple):
         return [map_leaves(fn, item) for item in value]
     if isinstance(value, dict):
@@ -68,6 +68,6 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Operators do what they say: no mode and no subclass sees them, nor does autograd."""
+    """Inside, operators run plainly: without modes, subclasses and autograd."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield

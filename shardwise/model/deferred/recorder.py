@@ -1,9 +1,9 @@
-"""Which operations are deferred, and what is recorded of them.
+"""Decides which operations are deferred, and records them.
 
-Deferred are operations that touch a deferred tensor, ask for the meta device, or make a tensor of
-`MIN_NUMEL` elements or more from smaller ones. All else really runs, so that small buffers have
-values at once. An operation that needs values (`item`, `nonzero`, a write into a real tensor) gets
-them from a replay on the spot.
+An operation is deferred if it uses a deferred tensor, requests the meta device, or makes a tensor
+of `MIN_NUMEL` elements or more from smaller ones. All others run at once, so small buffers have
+values immediately. An operation that needs values (`item`, `nonzero`, a write into a real tensor)
+gets them from an immediate replay.
 """
 
 from types import FrameType
@@ -22,7 +22,7 @@ MIN_NUMEL = 16384
 """Smaller tensors are real from the start: they cost little, and model code reads them."""
 
 _PLACE = ("device", "pin_memory", "generator")
-"""Arguments that say where an operation runs: replay has its own."""
+"""Arguments for the device of an operation: replay sets its own."""
 
 
 class Recorder(TorchDispatchMode):
@@ -31,7 +31,7 @@ class Recorder(TorchDispatchMode):
         return False  # would import torch._dynamo: seconds, and 60 MB
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._streams = Streams()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,14 +60,14 @@ class Recorder(TorchDispatchMode):
         if not all(cell_of(t) for t in written):
             _on_values(func, args, kwargs)  # for the real ones; recorded for the others
         if traits.fills and len(written) == len(tensors) == 1:
-            shadow = written[0]  # nothing that could fail, and the most frequent case
+            shadow = written[0]  # cannot fail, and is the most frequent case
         if shadow is NotImplemented:
             shadow = _on_meta(func, traits, args, kwargs)
         if shadow is NotImplemented and not written:  # the shape of the result depends on values
             return _on_values(func, args, kwargs)
         shadow = written[0] if shadow is NotImplemented else shadow
         if not tensors and "dtype" in traits.names:
-            inputs[1]["dtype"] = shadow.dtype  # the default dtype may be another one at replay
+            inputs[1]["dtype"] = shadow.dtype  # the default dtype may differ at replay
         if device.type == "meta" or "device" not in kwargs:
             device = cells[0].device if cells else torch.device("cpu")
         results = tensors_in(shadow)
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         return shadow
 
     def record_init(self, func: Any, frame: FrameType) -> None:
-        """Records the call of an `nn.init` function that `frame` is executing."""
+        """Record the call of the `nn.init` function that `frame` is executing."""
         names = func.__code__.co_varnames[: func.__code__.co_argcount]
         values = {name: frame.f_locals[name] for name in names}
         tensor, generator = values.pop("tensor"), values.pop("generator", None)
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
     def defer(self, source: Tensor) -> Tensor:
         """A deferred tensor with the values of a real one.
 
-        Those are not copied: a later write into `source` shows.
+        They are not copied: a later write into `source` changes them.
         """
         shadow = _shape_of(source)
         output = make_cell(shadow, self._streams.seed, source.device)
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
 def _capture(
     traits: Traits, args: Any, kwargs: dict[str, Any], written: list[Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What replay needs of the arguments: windows on deferred tensors, copies of real ones."""
+    """The arguments as replay needs them: references to deferred tensors, copies of real ones."""
     keys = [cell.key for t in tensors_in(args, kwargs) if (cell := cell_of(t))]
 
     def take(tensor: Any) -> Any:
@@ -143,7 +143,7 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 def _on_meta(func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operation returns, without values; NotImplemented if that takes values."""
+    """The results of an operation without values; NotImplemented if they depend on values."""
 
     def as_meta(leaf: Any) -> Any:
         return _shape_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
@@ -160,7 +160,7 @@ def _on_meta(func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> An
 
 
 def _on_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Really runs an operation, on values replayed for it."""
+    """Run an operation on replayed values."""
 
     def real(leaf: Any) -> Any:
         cell = cell_of(leaf) if isinstance(leaf, Tensor) else None

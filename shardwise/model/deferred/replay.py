@@ -1,4 +1,4 @@
-"""From a history to values: runs the operations that one tensor depends on, and no others."""
+"""From a history to values: runs exactly the operations that a tensor depends on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ def materialize(
     """The values of a deferred tensor: detached, contiguous, on `device`.
 
     Args:
-        seed: instead of the seed of the context, so that all ranks can use rank 0's.
-        allocate: gives memory that reads as zero for the tensor, instead of torch.
+        seed: replaces the seed of the context, so that all ranks can use rank 0's.
+        allocate: allocates zeroed memory for the tensor, instead of torch.
     """
     with plain_torch():
         found = require(tensor)
@@ -80,8 +80,8 @@ class _Replay:
         ops = _slice(target)
         if blind := next((op for op in ops if leaves(Lost, op.args, op.kwargs)), None):
             raise UsageError(
-                f"the values of a deferred tensor of shape {tuple(target.layout.size)} come "
-                f"through {blind.func} from a meta tensor that has none: give that one values, or "
+                f"a deferred tensor of shape {tuple(target.layout.size)} depends through "
+                f"{blind.func} on a meta tensor without values: give that one values, or "
                 "create it inside `deferred_init()`"
             )
         last_use = {ref.key: op for op in ops for ref in op.refs()}
@@ -98,7 +98,7 @@ class _Replay:
         return result.clone(memory_format=torch.contiguous_format)
 
     def _move(self, op: Op, last_use: dict[int, Op]) -> bool:
-        """A copy whose source is not needed any more takes over the memory of the source."""
+        """Let a copy take over its source's memory if the source is not needed any more."""
         if op.func not in _COPIES:
             return False
         source, output = op.args[0], op.outputs[0]
@@ -135,7 +135,7 @@ class _Replay:
     def _blank(self, nbytes: int, *, filled: bool) -> torch.UntypedStorage:
         if self.allocate is not None:
             return self.allocate(nbytes)
-        # Zeros where nothing was ever written, so that all ranks have the same.
+        # Memory that was never written has zeros, so that all ranks have the same values.
         make = torch.empty if filled else torch.zeros
         return make(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 

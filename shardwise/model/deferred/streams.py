@@ -1,9 +1,9 @@
-"""Random numbers: each random operation has a stream of its own.
+"""Random numbers: each random operation has its own stream.
 
 A stream is derived from a base seed and the number of random operations before it in the context.
-The base is drawn from torch's generator on entry, so that `torch.manual_seed` fixes it, and two
-models built one after the other differ. An explicit generator's seed is the base of its own
-operations: `materialize(seed=)` leaves it.
+The base is drawn from torch's generator on entry, so `torch.manual_seed` fixes it, and two models
+built one after the other differ. Operations with an explicit generator use its seed as the base,
+and `materialize(seed=)` does not change it.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Where the random numbers of one operation come from."""
+    """The stream of random numbers of one operation."""
 
     base: int
     index: int
     pinned: bool
-    """Whether an explicit generator gave the base."""
+    """Whether the base is that of an explicit generator."""
 
     def reseed(self, device: torch.device, base: int | None) -> None:
-        """Brings the default generators of CPU and `device` to the start of the stream.
+        """Set the default generators of CPU and `device` to the start of the stream.
 
         Args:
-            base: instead of the stream's own, unless that is pinned.
+            base: replaces the stream's own base, unless that is pinned.
         """
         seed = mix(self.base if self.pinned or base is None else base, self.index)
         torch.default_generator.manual_seed(seed)
@@ -35,7 +35,7 @@ class Stream:
 
 
 class Streams:
-    """Hands out the streams of one context."""
+    """Creates the streams of one context."""
 
     def __init__(self) -> None:
         self.seed = int(torch.randint(2**62, ()))
@@ -48,8 +48,8 @@ class Streams:
 
 
 def mix(base: int, index: int) -> int:
-    """A seed for operation `index`. Generators on CPU use its lower 32 bits only: they come from a
-    bijection (the finaliser of murmur3), so that no two operations of a program share a stream."""
+    """A seed for operation `index`. CPU generators use only its lower 32 bits, which come from a
+    bijection (the finaliser of murmur3), so no two operations of a program share a stream."""
     base = ((base ^ (base >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     base = ((base ^ (base >> 27)) * 0x94D049BB133111EB) % 2**64
     low = (base + index) % 2**32

@@ -14,7 +14,7 @@ ParamShape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A storage, told apart by its key."""
+    """A storage, identified by its key."""
 
     key: str
     num_bytes: int
@@ -22,28 +22,28 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module's call, what its children do in it aside."""
+    """A module's call, without the calls of its children."""
 
     name: str
     params: tuple[tuple[str, ParamShape], ...] = ()
-    """Full name and shape; a tied parameter has the name of its first place."""
+    """Full name and shape; a tied parameter has the name of its first use."""
     given: tuple[Tensor, ...] = ()
     saves: tuple[Tensor, ...] = ()
     flops: int = 0
     is_block: bool = False
     is_called: bool = True
-    """Lists of modules are not."""
+    """False for lists of modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch, in a compute dtype of ``word`` bytes, and the tiles that it meets."""
+    """A micro-batch, in a compute dtype of ``word`` bytes, with the tiles of the model."""
 
     size: int
     seq: int
     word: int
     tiles: dict[str, int] = field(default_factory=dict)
-    """How many tiles each parameter that is cut is in."""
+    """The number of tiles of each parameter that is cut."""
     tiled_loss: bool = False
 
     @property
@@ -55,7 +55,7 @@ class MicroBatch:
         return Tensor("ids", INDEX_BYTES * self.tokens)
 
     def tensor(self, key: str, width: int) -> Tensor:
-        """One vector a token."""
+        """One vector per token."""
         return Tensor(key, self.tokens * width * self.word)
 
     def linear(self, name: str, x: Tensor, shape: tuple[int, int], *, bias: bool = False) -> Module:
@@ -67,13 +67,13 @@ class MicroBatch:
         weight = f"{name}.weight"
         saves: tuple[Tensor, ...] = (ids,)
         if tiles := self.tiles.get(weight):
-            # Each tile has the indices of its own entries; all but the first, which these are.
+            # Each tile saves the indices of its entries, and all but the first which those are.
             own = tiles * ids.num_bytes + (tiles - 1) * ids.num_bytes // INDEX_BYTES
             saves = (Tensor(f"{name}.own", own),)
         return Module(name, ((weight, shape),), (ids,), saves)
 
     def attention(self, model: Shape, name: str) -> tuple[Tensor, ...]:
-        """What a fused kernel saves beside q, k and v: its output, and a sum for each row."""
+        """What a fused kernel saves besides q, k and v: its output, and a sum per row."""
         row_bytes = model.heads * max(4, self.word)
         return (
             self.tensor(f"{name}.mixed", model.width),
@@ -81,13 +81,13 @@ class MicroBatch:
         )
 
     def attention_flops(self, model: Shape) -> int:
-        """Scores and values; of causal ones the half that is masked counts, as torch counts it."""
+        """Scores and values; the masked half of causal attention counts, as in torch's counter."""
         return 4 * self.tokens * self.seq * model.width
 
     def head(self, model: Shape, name: str, tie: str, rows: int, wide: int) -> Iterator[Module]:
         """The head, and the cross entropy that the root's forward computes in ``wide`` bytes.
 
-        ``rows`` below the number of tokens: the last of each sequence were cut off.
+        ``rows`` is less than the number of tokens if the last of each sequence were cut off.
         """
         x = self.tensor("normed", model.width)
         weight, shape = tie if model.tied else f"{name}.weight", (model.vocab, model.width)
@@ -95,19 +95,19 @@ class MicroBatch:
         cut_off = rows < self.tokens
         if self.tiled_loss and weight in self.tiles:
             tiles = self.tiles[weight]
-            # Of each tile: which targets are its own, where, and its normaliser, also stacked.
+            # Per tile: which targets it has, where, and its normaliser, which is also stacked.
             summaries = rows * tiles * (1 + INDEX_BYTES + 2 * wide)
-            rest = rows * (wide + 1) + INDEX_BYTES  # normalisers, which rows count, how many do
+            rest = rows * (wide + 1) + INDEX_BYTES  # normalisers, which rows count, their number
             copied = cut_off and self.size > 1
             read = Tensor("loss.x", rows * model.width * self.word) if copied else x
             yield replace(whole, saves=())  # computed with the loss
             yield Module("", saves=(read, Tensor("loss.summaries", summaries + rest)))
             return
         targets = Tensor("loss.targets", INDEX_BYTES * rows)
-        if self.size == 1:  # then a shift is a view
+        if self.size == 1:  # then the shift is a view
             targets = self.ids if cut_off else Tensor("loss.targets", INDEX_BYTES * (rows + 1))
         yield whole
-        scores = Tensor("loss.scores", rows * model.vocab * wide + wide)  # and their weights' sum
+        scores = Tensor("loss.scores", rows * model.vocab * wide + wide)  # and the sum of weights
         yield Module("", saves=(scores, targets))
 
 
@@ -194,7 +194,7 @@ def _llama_block(model: Shape, batch: MicroBatch, name: str) -> Iterator[Module]
 
 
 def _rms_norm(model: Shape, batch: MicroBatch, name: str, x: Tensor) -> Module:
-    """Computed in float32, of a copy where the input is not."""
+    """Computed in float32, on a copy if the input has another dtype."""
     wide = x if batch.word == 4 else Tensor(f"{name}.wide", batch.tokens * model.width * 4)
     rstd = Tensor(f"{name}.rstd", batch.tokens * 4)
     saves = (wide, rstd, batch.tensor(f"{name}.normed", model.width))

@@ -1,4 +1,4 @@
-"""What a planner knows of a transformer: see ``plans/facts.py``."""
+"""What the planner knows of a transformer: see ``plans/facts.py``."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from shardwise.plans.transformer.units import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(Shape):
-    """A shape with its ``Facts`` by formulas."""
+    """A shape, with its ``Facts`` from formulas."""
 
     @property
     def numel(self) -> int:
@@ -42,7 +42,7 @@ class Transformer(Shape):
         if self.family == "gpt" and seq > self.context:
             raise PlanError(
                 f"Sequences of {seq} tokens exceed the {self.context} positions of model "
-                f"'{self.name}'; use shorter ones, or a model with a larger context."
+                f"'{self.name}'; use shorter sequences, or a model with a longer context."
             )
         if topology is None:
             plan, topology = on_two_ranks(plan), TWO_RANKS

@@ -17,7 +17,7 @@ class Shape:
     width: int
     heads: int
     kv_heads: int
-    """Heads of keys and values, each shared by several of the queries' (``gpt``: as many)."""
+    """Heads of keys and values, each shared by several query heads (``gpt``: as many as those)."""
     ffn: int
     """Width between the linear layers of a block's MLP."""
     vocab: int
@@ -36,8 +36,8 @@ class Shape:
         for many, few in (("width", "heads"), ("heads", "kv_heads")):
             if getattr(self, many) % getattr(self, few):
                 raise PlanError(
-                    f"Model '{self.name}' has {many}={getattr(self, many)}, which is no multiple "
-                    f"of {few}={getattr(self, few)}; change one of both."
+                    f"Model '{self.name}' has {many}={getattr(self, many)}, which is not a "
+                    f"multiple of {few}={getattr(self, few)}; change one of the two."
                 )
 
     @property

@@ -15,29 +15,29 @@ from shardwise.plans.transformer.calls import MicroBatch, Module, ParamShape, mo
 from shardwise.plans.transformer.shape import Shape
 
 ROOT = "root"
-"""The unit that has everything that no other unit has, as in ``model/inspect.py``."""
+"""The unit of all parameters that are in no other unit, as in ``model/inspect.py``."""
 
 UnitChoice = tuple[tuple[str, ...], int]
-"""What a plan says of units: the patterns of their names, and how small they may be."""
+"""The settings of a plan for units: the patterns of their names, and their smallest size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is gathered together: a block, a heavy layer, the rest of the model, or a tile."""
+    """Parameters that are gathered together: a block, a heavy layer, the rest, or a tile."""
 
     name: str
     params: dict[str, ParamShape]
     inside: bool = False
-    """As of ``core.layout.UnitSpec``."""
+    """As in ``core.layout.UnitSpec``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Units in order, and which of their parameters are in tiles."""
+    """Units in order, and which of their parameters are cut into tiles."""
 
     units: list[Unit]
     wholes: list[str]
-    """Units before the cut."""
+    """Units before tiles are cut."""
     tiles: dict[str, int]
     used_again: tuple[str, ...]
 
@@ -52,7 +52,7 @@ def shapes_of(model: Shape) -> dict[str, ParamShape]:
 
 
 def _users(model: Shape) -> dict[str, list[str]]:
-    """The modules that hold each parameter; a tied one has several."""
+    """The modules that use each parameter; a tied one has several."""
     found: dict[str, list[str]] = {}
     for module in _structure(model):
         for name, _ in module.params:
@@ -62,7 +62,7 @@ def _users(model: Shape) -> dict[str, list[str]]:
 
 @lru_cache
 def _members(model: Shape, units: UnitChoice) -> tuple[Unit, ...]:
-    """The units before any cut, root first, then in the order of the tree."""
+    """The units before tiles are cut, root first, then in the order of the tree."""
     names = _named_units(model, units[0]) if units[0] else _found_units(model, units[1])
     members: dict[str, dict[str, ParamShape]] = {ROOT: {}, **{name: {} for name in names}}
     shapes, chosen = shapes_of(model), set(names)
@@ -85,7 +85,7 @@ def _named_units(model: Shape, patterns: tuple[str, ...]) -> list[str]:
 
 
 def _found_units(model: Shape, min_numel: int) -> list[str]:
-    """Blocks, and layers outside of them as heavy as a good part of one."""
+    """Blocks, and layers outside of them that are as heavy as a good part of a block."""
     modules = _structure(model)
     blocks = {module.name for module in modules if module.is_block}
     sizes: Counter[str] = Counter()
@@ -107,7 +107,7 @@ def _found_units(model: Shape, min_numel: int) -> list[str]:
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """A module and those around it, outwards.
+    """A module and those that enclose it, outwards.
 
     >>> list(_ancestors("blocks.0.mlp"))
     ['blocks.0.mlp', 'blocks.0', 'blocks']
@@ -129,7 +129,7 @@ CutKey = tuple[UnitChoice, int, frozenset[str]]
 
 
 def cut_key(model: Shape, plan: Plan, topology: Topology) -> CutKey:
-    """All that units and tiles depend on: units, elements of a tile, which units may be cut."""
+    """All that units and tiles depend on: units, elements per tile, which units may be cut."""
     units = (plan.units, plan.min_unit_numel)
     if not may_cut(plan, topology):
         return units, 0, frozenset()

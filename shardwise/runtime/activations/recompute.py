@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.errors import UsageError
 from shardwise.runtime.activations.offload import Moved, Offload, OnDisk, OnHost
 from shardwise.runtime.forward import in_autograd
-from shardwise.runtime.hooks import tensors_in
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import guard
+from shardwise.runtime.tensors import tensors_in
 from shardwise.tier.pool import Pool
 from shardwise.tier.store import Store
 

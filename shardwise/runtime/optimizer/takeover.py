@@ -8,19 +8,16 @@ done by torch's own step hooks, schedulers and wrappers built before or after ke
 An optimizer that was built after ``shard`` is taken over when it first steps.
 """
 
-import functools
-import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import Ticket
 from shardwise.plans.ops import Kind
+from shardwise.runtime.optimizer import methods
 from shardwise.runtime.optimizer.kinds import check_elementwise
 from shardwise.runtime.optimizer.states import States
 from shardwise.runtime.optimizer.swap import Swap
@@ -30,6 +27,7 @@ from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads
 from shardwise.runtime.surface.face import State
 from shardwise.runtime.unit import Unit
+from shardwise.runtime.values import make_master
 from shardwise.tier.memory import trim_heap
 
 
@@ -58,15 +56,14 @@ class OptimizerTakeover:
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._runtime, self._optimizer = runtime, optimizer
-        self._faces = {face.parameter: face for face in runtime.faces}
         self._depth = 0
         """How many steps run inside each other: a subclass may call its base's, hooks and all."""
         self._stepped = False
-        self._check_groups(optimizer.param_groups)
+        methods.check_groups(self._runtime, optimizer.param_groups)
         for unit in runtime.units:
             for flat in unit.trained:
                 if flat.params.master is None:
-                    flat.params.make_master()
+                    make_master(flat)
         windowed = [slot for slot in runtime.trained_slots if slot.flat.updates_in_windows]
         self._windows = WindowedUpdate(runtime, optimizer, windowed)
         self._swap = Swap(runtime, optimizer)
@@ -82,7 +79,7 @@ class OptimizerTakeover:
         if self._depth:
             self._depth += 1
             return None
-        args, kwargs = _run_closure(args, kwargs)
+        args, kwargs = methods.run_closure(args, kwargs)
         runtime = self._runtime
         runtime.require_idle("optimizer.step()", before_step=True)
         self._windows.check_unchanged()
@@ -94,7 +91,7 @@ class OptimizerTakeover:
                 "optimizer.step() after a backward under no_sync: run the last micro-batch of a "
                 "step outside shardwise.no_sync, so that gradients are reduced."
             )
-        self._check_groups(optimizer.param_groups)
+        methods.check_groups(self._runtime, optimizer.param_groups)
         runtime.release_all()
         self._swap.put_in()
         self._depth = 1
@@ -107,7 +104,10 @@ class OptimizerTakeover:
             self._depth -= 1
 
     def _recover(self) -> None:
-        """A step that raised before it was guarded (see ``watch``) is brought to its end."""
+        """A step that raised is brought to its end: torch runs no post hook then.
+
+        Ranks that did not raise refresh, so this one does, too.
+        """
         if self._depth:
             self._end_step(raised=True)
 
@@ -160,17 +160,6 @@ class OptimizerTakeover:
     def state_of(self, slot: ParamSlot) -> State:
         return self._states.state_of(slot)
 
-    # --- installation -------------------------------------------------------------------------
-
-    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter not in self._faces and getattr(parameter, "is_meta", False):
-                    raise UsageError(
-                        "The optimizer has a parameter on the meta device that is not in the "
-                        "model; build the optimizer from model.parameters()."
-                    )
-
     def _install(self) -> None:
         optimizer, removers = self._optimizer, self._runtime.removers
         handles = (
@@ -181,76 +170,4 @@ class OptimizerTakeover:
         self._states.install()
         removers.append(self._states.drop)  # states of shards mean nothing to plain parameters
         self._runtime.recoveries.append(self._recover)
-        self._wrap("step", self._guarded_step(optimizer.step))
-        self._wrap("zero_grad", self._recovered(optimizer.zero_grad))
-        self._wrap("add_param_group", self._checked_add(optimizer.add_param_group))
-
-    def _guarded_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)  # schedulers leave marks on it
-        def guarded(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._recover()
-            try:
-                return step(*args, **kwargs)
-            finally:
-                if self._depth:
-                    # step raised, and torch runs no post hook then. Ranks that did not raise
-                    # refresh now, so this one does, too.
-                    self._end_step(raised=True)
-
-        return guarded
-
-    def _recovered(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def recovered(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._recover()
-            return method(*args, **kwargs)
-
-        return recovered
-
-    def _checked_add(self, add: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
-        @functools.wraps(add)
-        def checked(_: Optimizer, param_group: dict[str, Any]) -> None:
-            params = param_group["params"]
-            if not isinstance(params, torch.Tensor):
-                params = list(params)  # may be a generator
-            for item in [params] if isinstance(params, torch.Tensor) else params:
-                parameter: Any = item[1] if isinstance(item, tuple) else item
-                face = self._faces.get(parameter)
-                if face is not None and not face.slots[0].spec.param.requires_grad:
-                    raise UsageError(
-                        f"'{face.name}' was frozen when the model was sharded and has no gradient "
-                        "memory; shardwise.unshard(model), unfreeze it and shard again."
-                    )
-            add({**param_group, "params": params})
-
-        return checked
-
-    def _wrap(self, name: str, function: Callable[..., Any]) -> None:
-        """Shadows a method on this one object; undone unless somebody wrapped it once more."""
-        attributes = self._optimizer.__dict__
-        before = attributes.get(name)
-        # A bound method: schedulers that wrap step look for its function.
-        method = attributes[name] = types.MethodType(function, self._optimizer)
-
-        def restore() -> None:
-            if attributes.get(name) is method:
-                del attributes[name]
-                if before is not None:
-                    attributes[name] = before
-
-        self._runtime.removers.append(restore)
-
-
-def _run_closure(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Runs a closure before parameters are exchanged for parts; step then only returns its loss."""
-    closure: Callable[[], Any] | None = kwargs.get("closure") or (
-        args[1] if len(args) > 1 else None
-    )
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    done = lambda: loss  # noqa: E731
-    if kwargs.get("closure"):
-        return args, {**kwargs, "closure": done}
-    return (args[0], done, *args[2:]), kwargs
+        methods.wrap(self._runtime, optimizer, self._recover)

@@ -11,7 +11,7 @@ Numbers that an optimizer keeps for a parameter (Adam's step, all states of a sc
 memory: every piece of a parameter starts from the same ones, and ends with the same.
 
 Windows are updated in the optimizer's step, or beside backward: see [Note: Update in backward] in
-``backward.py``.
+``early.py``.
 """
 
 import threading

@@ -16,7 +16,9 @@ from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads
 from shardwise.runtime.surface.face import TiledFace, shown_state
+from shardwise.runtime.surface.opened import open_grads
 from shardwise.runtime.unit import State, Unit
+from shardwise.runtime.values import write
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def _take(slot: ParamSlot, value: torch.Tensor) -> None:
     """Writes a parameter, but leaves a master of its own alone where the value did not change."""
     flat = slot.flat
     if flat.params.master is None or not flat.has_master or not slot.segment.numel:
-        flat.params.write(slot.spec, value)
+        write(flat, slot.spec, value)
         return
     with flat.params.master.use() as whole:
         exact = slot.of(whole, flat.optim_at).clone()  # type: ignore[union-attr]
@@ -87,7 +89,7 @@ def _take(slot: ParamSlot, value: torch.Tensor) -> None:
         own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
         with flat.params.shard.use() as part:
             old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
-    flat.params.write(slot.spec, value)
+    write(flat, slot.spec, value)
     with flat.params.master.use(writes=True) as whole:
         master = slot.of(whole, flat.optim_at)
         assert master is not None
@@ -181,7 +183,7 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
         for flat in unit.trained:
             if not any(slot.has_grad for slot in flat.slots):
                 continue
-            with flat.grads.open() as opened:
+            with open_grads(flat) as opened:
                 assert opened.summed is not None
                 whole = _gather_whole(runtime, unit, flat, opened.summed, unit.rungs.optim)
             for slot in flat.slots:

@@ -18,6 +18,7 @@ from shardwise.runtime.flat import Flat
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import Face
 from shardwise.runtime.surface.guarded_grad import GuardedGrad
+from shardwise.runtime.surface.opened import open_grads
 from shardwise.tier.rest import Resident
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _forget(slots: list[ParamSlot]) -> None:
             flat.grads.holds = flat.grads.has_sums = False
             continue
         # The others go on adding, so an absent gradient has to read as zero.
-        with flat.grads.open(writes=True) as opened:
+        with open_grads(flat, writes=True) as opened:
             for slot in forgotten:
                 for part in opened.of(slot):
                     part.zero_()
@@ -158,7 +159,7 @@ def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
         with flat.grads.make_sums().use(reads=False, writes=True) as reduced:
             reduced.zero_()
         flat.grads.has_sums, flat.grads.factor = True, 1.0
-    with flat.grads.open(writes=True) as opened:
+    with open_grads(flat, writes=True) as opened:
         part = opened.summed_of(slot)
         if part is not None:
             dense = grad.to_dense() if grad.is_sparse else grad

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import UsageError
 from shardwise.runtime.surface import guard
+from shardwise.runtime.surface.opened import open_grads
 
 
 class GradOwner(Protocol):
@@ -132,12 +133,12 @@ def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             whole.append(grad)
     with ExitStack() as stack:
         for home in [home for home in homes if home.grads.is_resident]:
-            opened = stack.enter_context(home.grads.open(writes=True))
+            opened = stack.enter_context(open_grads(home, writes=True))
             whole += [part for slot in homes.pop(home) for part in opened.of(slot)]
         if whole:
             yield whole
     for home, slots in homes.items():
-        with home.grads.open(writes=True) as opened:
+        with open_grads(home, writes=True) as opened:
             if parts := [part for slot in slots for part in opened.of(slot)]:
                 yield parts
 

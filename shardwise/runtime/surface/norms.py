@@ -8,9 +8,9 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from shardwise.core.errors import UsageError
 from shardwise.runtime.flat import Flat
-from shardwise.runtime.gradients import OpenGrads
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import grads
+from shardwise.runtime.surface.opened import OpenGrads, open_grads
 from shardwise.runtime.unit import Unit
 
 
@@ -55,7 +55,7 @@ def _scale_grads(runtime: Runtime, factor: float, foreach: bool) -> None:
         for unit in runtime.units:
             for flat in unit.trained:
                 if flat.grads.is_resident:
-                    parts += _grad_parts(stack.enter_context(flat.grads.open(writes=True)))
+                    parts += _grad_parts(stack.enter_context(open_grads(flat, writes=True)))
                 else:
                     flat.grads.scale(factor)  # when it is next in memory
         if foreach and parts:
@@ -98,7 +98,7 @@ def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tens
         for unit in runtime.units:
             for flat in unit.trained if _is_first_replica(unit, rank) else ():
                 if flat.grads.is_resident:
-                    counted += _grad_parts(stack.enter_context(flat.grads.open()))
+                    counted += _grad_parts(stack.enter_context(open_grads(flat)))
                 else:
                     norms += _stored_norms(flat, norm_type, foreach)
         norms += _norms(counted, norm_type, foreach)
@@ -123,7 +123,7 @@ def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Ten
     known = [flat.grads.norms.get(slot) for slot in flat.slots if slot.has_grad]
     if norm_type == 2.0 and flat.grads.norms:
         return [norm * flat.grads.factor for norm in known if norm is not None]
-    with flat.grads.open() as opened:
+    with open_grads(flat) as opened:
         return _norms(_grad_parts(opened), norm_type, foreach)
 
 

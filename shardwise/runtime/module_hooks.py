@@ -1,0 +1,62 @@
+"""Hooks around the forward of a module, which end whatever happens, and cannot be copied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import guard
+
+
+def hook_forward(
+    runtime: Runtime, module: nn.Module, pre: Callable[..., Any], post: Callable[..., Any]
+) -> None:
+    name = type(module).__name__
+    handles = (
+        module.register_forward_pre_hook(_Hook(pre, name), with_kwargs=True),
+        # Also after an exception: a pass that failed must not look as if it were still running.
+        module.register_forward_hook(_Hook(post, name), always_call=True),
+    )
+    runtime.removers += [handle.remove for handle in handles]
+
+
+class _Hook:
+    """A hook that cannot be copied, so that neither can its module: a copy would gather, reduce
+    and count for the original."""
+
+    def __init__(self, function: Callable[..., Any], module: str) -> None:
+        self._function, self._module = torch.compiler.disable(function), module
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise guard.refuse_copy(self._module)
+
+    __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
+
+
+def disable_autocast_cache(runtime: Runtime, module: nn.Module) -> None:
+    """Autocast would hold on to a copy of all weights that it casts: in parts is how they rest.
+
+    On every unit and not on the model only, because a forward may enter autocast itself.
+    """
+    before: list[bool] = []
+
+    def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+
+    def post(module: nn.Module, args: Any, output: Any) -> None:
+        if before:
+            torch.set_autocast_cache_enabled(before.pop())
+
+    def forget() -> None:
+        if before:
+            torch.set_autocast_cache_enabled(before[0])
+            before.clear()
+
+    hook_forward(runtime, module, pre, post)
+    runtime.forgets.append(forget)

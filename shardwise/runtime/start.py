@@ -1,0 +1,108 @@
+"""Where parameters start from: the model's own initialisation, or rank 0's values."""
+
+import torch
+from torch import nn
+
+from shardwise.comm.grid import Grid
+from shardwise.core.layout import Slot
+from shardwise.model.deferred import deferred_seed, forget, is_deferred, materialize
+from shardwise.model.inspect import Members
+from shardwise.model.tiling import Tile
+from shardwise.runtime.flat import Flat
+from shardwise.runtime.slot import ParamSlot
+from shardwise.runtime.surface import guard
+from shardwise.runtime.surface.face import Face, TiledFace
+from shardwise.tier.pool import Pool
+from shardwise.tier.rest import Homes
+
+Seeds = dict[int, int]
+"""The agreed seed of each deferred tensor, by the tensor's id."""
+
+
+class Start:
+    """Where parameters start from: the model's own initialisation, or rank 0's values."""
+
+    def __init__(self, model: nn.Module, grid: Grid, homes: Homes, pool: Pool) -> None:
+        self._grid, self._homes, self._pool = grid, homes, pool
+        self._seeds = _agree_on_seeds(model, grid)
+        self._tiled: dict[int, TiledFace] = {}
+        """By the id of their parameter."""
+        self._whole: torch.Tensor | None = None
+        """The values of the tiled parameter whose tiles are being filled."""
+        _settle_buffers(model, grid, self._seeds)
+
+    def slot(self, unit: Members, parameter: nn.Parameter, spec: Slot, flat: Flat) -> ParamSlot:
+        """A parameter's place, or that of one of its tiles."""
+        whole, tile = unit.whole, unit.module
+        if whole is None:
+            return ParamSlot(parameter, spec, flat, Face(spec.param.name, parameter))
+        assert isinstance(tile, Tile)
+        face = self._tiled.get(id(whole.parameter))
+        if face is None:
+            face = TiledFace(whole, flat.dtypes.compute, self._grid.device, self._pool)
+            self._tiled[id(whole.parameter)] = face
+        return ParamSlot(parameter, spec, flat, face, tile.start * spec.param.shape[1])
+
+    def value(self, slot: ParamSlot) -> torch.Tensor:
+        """The full value of a slot to start from."""
+        parameter, device = slot.face.parameter, self._grid.device
+        if not parameter.is_meta:
+            value = slot.parameter.detach()
+            on_cpu = value.cpu().contiguous()
+            self._grid.control.broadcast(on_cpu)
+            return on_cpu.to(value.device)
+        seed = self._seeds.get(id(parameter))
+        if not slot.face.is_tiled:
+            return materialize(parameter, device=device, seed=seed)
+        if self._whole is None:
+            # Not in memory, which is what a tiled parameter may be too large for.
+            disk = self._homes.disk if device.type == "cpu" else None
+            allocate = disk.store.scratch if disk is not None else None
+            self._whole = materialize(parameter, device=device, seed=seed, allocate=allocate)
+        return slot.rows_of(self._whole)
+
+    def filled(self, slot: ParamSlot) -> None:
+        """A slot has its values; with the last tile the whole parameter's own memory goes."""
+        face = slot.face
+        if isinstance(face, TiledFace) and len(face.slots) == len(face.whole.tiles):
+            self._whole = None
+            rest_on(face.parameter, face.view)
+            guard.own(face.parameter, face)
+            guard.close([face.parameter], tiled=True)
+
+
+def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
+    """The seed of every deferred tensor's initialisation: rank 0's, as with values."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if is_deferred(t)]
+    mine = [deferred_seed(tensor) for tensor in tensors]
+    agreed = grid.control.broadcast_object(mine, "seeds of the initialisation")
+    assert isinstance(agreed, list)
+    return {id(tensor): seed for tensor, seed in zip(tensors, agreed, strict=True)}
+
+
+def _settle_buffers(model: nn.Module, grid: Grid, seeds: Seeds) -> None:
+    """Buffers are rank 0's at the start and local afterwards."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                buffer = module._buffers[name] = materialize(
+                    buffer, device=grid.device, seed=seeds.get(id(buffer))
+                )
+            on_cpu = buffer.detach().cpu().contiguous()
+            grid.control.broadcast(on_cpu)
+            with torch.no_grad():
+                buffer.copy_(on_cpu)
+
+
+def rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """Makes the same Parameter object a view of its flat's storage."""
+    if not parameter.is_meta:
+        parameter.data = view
+        return
+    # `.data` cannot change the device, so the object gets the inside of another one.
+    forget(parameter)
+    replacement = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+    replacement.data = view  # not nn.Parameter(view): that would share the flat's version counter
+    torch.utils.swap_tensors(parameter, replacement)

@@ -1,0 +1,47 @@
+"""A flat's gradients in memory for a while, wherever they rest."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.runtime.flat import Flat
+from shardwise.runtime.slot import ParamSlot
+
+
+@contextmanager
+def open_grads(flat: Flat, *, writes: bool = False) -> Iterator["OpenGrads"]:
+    """What this rank has of a flat's gradients, in memory."""
+    grads = flat.grads
+    with ExitStack() as stack:
+        summed = held = None
+        if grads.summed is not None and grads.has_sums:
+            scales = grads.factor != 1.0
+            summed = stack.enter_context(grads.summed.use(writes=writes or scales))
+            if scales:
+                summed.mul_(grads.factor)
+                grads.factor = 1.0
+            if writes or scales:
+                grads.norms = {}
+        if grads.held is not None and grads.holds:
+            held = stack.enter_context(grads.held.use(writes=writes))
+        yield OpenGrads(flat, summed, held)
+
+
+@dataclass(frozen=True)
+class OpenGrads:
+    """A flat's gradients on this rank while they are in memory."""
+
+    flat: Flat
+    summed: torch.Tensor | None
+    held: torch.Tensor | None
+
+    def summed_of(self, slot: ParamSlot) -> torch.Tensor | None:
+        """A parameter's summed gradient, flat; None if this rank has nothing of it."""
+        return slot.of(self.summed, self.flat.optim_at)
+
+    def of(self, slot: ParamSlot) -> list[torch.Tensor]:
+        """All that this rank has of a parameter's gradient: summed, and held under no_sync."""
+        held = slot.of(self.held, self.flat.interval(self.flat.rungs.grads))
+        return [part for part in (self.summed_of(slot), held) if part is not None]
