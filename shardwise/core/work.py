@@ -65,3 +65,8 @@ class Work:
     def flops(self) -> float:
         """Operations of forward and backward, without recomputation."""
         return 3 * sum(self.forward_flops.values())
+
+    @property
+    def input_bytes(self) -> int:
+        """Of one call of a unit: the inputs that may rest on a tier, in the mean."""
+        return max(0, self.saved.movable) // max(1, len(self.forward_flops) - 1)

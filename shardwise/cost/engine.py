@@ -9,7 +9,7 @@ reserves of a resource it has to itself before all that.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -31,15 +31,23 @@ class Stage:
 
 
 class Job:
-    """Stages in order, on one lane; may begin only after another job."""
+    """Stages in order, on one lane; begins when the jobs that it comes after are over."""
 
     __slots__ = ("after", "done", "lane", "name", "stages")
 
     def __init__(
-        self, lane: str, name: str, stages: list[Stage], after: "Job | None" = None
+        self, lane: str, name: str, stages: Sequence[Stage], after: Sequence["Job"] = ()
     ) -> None:
         self.lane, self.name, self.stages, self.after = lane, name, stages, after
         self.done = False
+
+    @property
+    def blocker(self) -> "Job | None":
+        """One that must be over first, and is not."""
+        for job in self.after:
+            if not job.done:
+                return job
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,8 @@ class _Engine:
         self._running: dict[str, _Running] = {}
         """By track: what is under way; the program's is the one named compute."""
         self._stage_of: dict[str, int] = {}
+        self._blocked: dict[Job, list[str]] = {}
+        """By the job that they wait for: lanes whose next job may not begin."""
         self._waiting: Job | None = None
         self._ended = False
         self._result = Run()
@@ -172,7 +182,8 @@ class _Engine:
         queue = self._queues[lane]
         while queue:
             job = queue[0]
-            if job.after is not None and not job.after.done:
+            if job.after and (blocker := job.blocker) is not None:
+                self._blocked.setdefault(blocker, []).append(lane)
                 return
             index = self._stage_of.get(lane, 0)
             while index < len(job.stages) and job.stages[index].seconds <= EPSILON:
@@ -184,13 +195,8 @@ class _Engine:
             job.done = True
             queue.popleft()
             self._stage_of[lane] = 0
-            self._wake(job)
-
-    def _wake(self, done: Job) -> None:
-        """Other lanes may have waited for a job."""
-        for lane, queue in self._queues.items():
-            if queue and queue[0].after is done and lane not in self._running:
-                self._begin(lane)
+            for waiting in self._blocked.pop(job, ()):
+                self._begin(waiting)
 
     def _pass_time(self) -> None:
         """Until the first of the running stages is over."""
@@ -219,9 +225,9 @@ class _Engine:
         elif self._waiting is not None:
             # Whatever its lane does now is what the program waits for: perhaps an earlier job, or
             # one on another lane that must come first.
-            lane, job = self._waiting.lane, self._queues[self._waiting.lane][0]
-            while lane not in self._running and job.after is not None:
-                lane, job = job.after.lane, self._queues[job.after.lane][0]
+            lane = self._waiting.lane
+            while lane not in self._running and (job := self._queues[lane][0].blocker):
+                lane = job.lane
             if lane in self._running:
                 uses[self._running[lane].stage.use] += step
 

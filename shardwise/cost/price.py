@@ -20,7 +20,7 @@ from shardwise.core.wire import Format
 from shardwise.cost.engine import Stage
 from shardwise.cost.habits import OURS, Habits
 from shardwise.plans.hops import chunk_numel
-from shardwise.plans.ops import Hop, Op
+from shardwise.plans.ops import Hop, Kind, Lane, Op
 from shardwise.plans.plan import Rungs
 
 PROCESSOR, HOST_PROCESSOR = "processor", "host processor"
@@ -29,6 +29,27 @@ MOST_CHUNKS = 4
 """Chunks of an encoded reduction that are simulated one by one; more are as many longer ones."""
 
 Stages = list[Stage]
+
+_USES = {
+    Kind.KEEP: "copies",
+    Kind.COLLECT: "copies",
+    Kind.GATHER: "gather",
+    Kind.REDUCE: "reduce",
+    Kind.REPLICATE: "reduce",
+    Kind.REFRESH: "refresh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The stages of an operation."""
+
+    chunks: list[tuple[Stages, Stages]]
+    """In order; of each what its lane does, and the last hop where that overlaps."""
+    then: Stages
+    """What the lane does when the last chunk has left it."""
+    behind: Stages
+    """What is written to a disk, beside whatever comes next."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +109,27 @@ class Prices:
 
     # --- operations ---------------------------------------------------------------------------
 
+    def operation(self, op: Op, numel: int, rungs: Rungs) -> Price:
+        """What an operation costs on ``numel`` elements of a unit; see ``updates.py`` for updates.
+
+        Whoever reads a tier waits for it, and copies what goes to host memory; a disk has threads
+        that write behind.
+        """
+        use = _USES.get(op.kind, "tier")
+        if op.lane is Lane.COMPUTE and op.kind is Kind.REFRESH:
+            use = "update"  # a copy from master weights, and nothing travels
+        reads = [self.move(op.tier, op.reads, writes=False)] if op.reads else []
+        copies = [self.copy(op.copies, use)] if op.copies else []
+        writes = [self.move(op.tier, op.writes, writes=True)] if op.writes else []
+        then, behind = ([], writes) if op.tier == "nvme" else (writes, [])
+        if op.kind is not Kind.REDUCE:
+            lane = [*reads, *copies, *self.climb(use, op, numel, rungs), *then]
+            return Price([(lane, [])], [], behind)
+        (inner, outer), *others = self.descend(op, numel, rungs)
+        return Price([([*reads, *inner], outer), *others], [*copies, *then], behind)
+
     def climb(self, use: str, op: Op, numel: int, rungs: Rungs) -> Stages:
-        """A gather or a refresh: encoded once a run of hops of one format, forwarded, decoded."""
+        """Up the ladder: encoded once for each run of hops of one format, forwarded, decoded."""
         stages: Stages = []
         parts = rungs.ladder.parts
         for format, group in groupby(op.hops, key=lambda hop: hop.format):
@@ -104,9 +144,7 @@ class Prices:
                 stages.append(self._code(use, format, numel // parts[run[-1].step], decodes=True))
         return stages
 
-    def descend(
-        self, op: Op, numel: int, rungs: Rungs, *, overlaps: bool
-    ) -> list[tuple[Stages, Stages]]:
+    def descend(self, op: Op, numel: int, rungs: Rungs) -> list[tuple[Stages, Stages]]:
         """A reduction chunk by chunk: its stages, and those of the last hop where that overlaps."""
         use, hops = "reduce", op.hops
         if not any(hop.format for hop in hops):
@@ -117,10 +155,10 @@ class Prices:
         chunks = max(1, -(-numel // chunk_numel(rungs.granules)))
         simulated = min(chunks, MOST_CHUNKS)
         by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
-        last = [by_hop.pop()] if overlaps else []
+        last = [by_hop.pop()] if op.overlaps else []
         return [(_joined(by_hop), _joined(last))] * simulated
 
-    def spread_back(self, op: Op, rungs: Rungs) -> Stages:
+    def replicate_back(self, op: Op, rungs: Rungs) -> Stages:
         """What makes an all-reduce of a reduction, for ranks that hold the same parameters."""
         if any(hop.format for hop in op.hops):
             raise PlanError("An all-reduce is priced for gradients that travel as they are only.")

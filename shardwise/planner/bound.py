@@ -5,6 +5,7 @@ The bound counts the bytes of the leanest wires and no codec, and takes the busi
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, UnitSpec
 from shardwise.cost.engine import Stage
@@ -12,13 +13,14 @@ from shardwise.cost.price import Prices
 from shardwise.planner.figures import Figures, without_activations
 from shardwise.planner.request import Request
 from shardwise.planner.space import Batch, leanest
-from shardwise.plans.expected import unit_ops
-from shardwise.plans.ops import Hop, Kind, Op, Phase, Trigger
+from shardwise.plans.ops import Hop, Kind, Op, Phase
 from shardwise.plans.placed import trained_flats
 from shardwise.plans.plan import Plan, resolve, untiled
+from shardwise.plans.schedule import UnitOps
 from shardwise.plans.traffic import step_phases
 
 ROOT = "root"
+LINK = "link "
 Seconds = defaultdict[str, float]
 """By resource."""
 
@@ -105,12 +107,10 @@ class Bound:
     def _first_and_last(self, plan: Plan) -> float:
         lean = self._lean(plan)
         units = self._figures.model(plan).model.units
-        first = units[min(1, len(units) - 1)]
-        rungs = resolve(lean, self._topology, first.name)
-        ops = unit_ops(first, rungs, lean, Phase.ONLY, encloses=first.name == ROOT)
+        first = self._unit_ops(lean, units[min(1, len(units) - 1)])
         gathers, reduces = (
-            [[self._hop_seconds(op, hop) for hop in op.hops] for op in ops[trigger] if op.hops]
-            for trigger in (Trigger.BEFORE_FORWARD, Trigger.GRADS_READY)
+            [[self._hop_seconds(op, hop) for hop in op.hops] for op in ops if op.hops]
+            for ops in (first.gather() if first.travels else (), first.ready())
         )
         # Hops of a reduction may overlap, chunk by chunk.
         return sum(map(sum, gathers)) + sum(map(max, reduces))
@@ -127,44 +127,63 @@ class Bound:
         return self._prices.hop("", hop, reduces=False, direct=direct).seconds
 
     def _transfers(self, plan: Plan, phase: Phase) -> Seconds:
-        """Seconds on each link and tier in one pass, for the leanest wires and nothing encoded."""
+        """Seconds on each link and tier in one pass, for the leanest wires and nothing encoded.
+
+        A refresh by differences sends least, but reads the master weights from their tier again.
+        """
         key = (without_activations(plan), phase)
         if key not in self._links:
-            lean = self._lean(plan)
-            total: Seconds = defaultdict(float)
-            for unit, times in self._figures.model(plan).classes:
-                for resource, seconds in self._unit_transfers(lean, unit, phase).items():
-                    total[resource] += times * seconds
-            self._links[key] = total
+            wirings = [self._lean(plan)]
+            if plan.moving_tier is not None:
+                wirings.append(replace(plan, optim=replace(plan.optim, wire="")))
+            every = [self._busy_in_pass(wired, phase) for wired in wirings]
+            lean = every[0]
+            self._links[key] = defaultdict(float, {
+                resource: seconds
+                if resource.startswith(LINK)
+                else min(busy[resource] for busy in every)
+                for resource, seconds in lean.items()
+            })  # fmt: skip
         return self._links[key]
 
-    def _unit_transfers(self, plan: Plan, unit: UnitSpec, phase: Phase) -> Seconds:
-        seconds: Seconds = defaultdict(float)
+    def _busy_in_pass(self, plan: Plan, phase: Phase) -> Seconds:
+        total: Seconds = defaultdict(float)
+        for unit, times in self._figures.model(plan).classes:
+            comes_back = bool(self._figures.backward(plan)[untiled(unit.name)])
+            for op in _pass_ops(self._unit_ops(plan, unit), phase, comes_back=comes_back):
+                for hop in op.hops:
+                    total[LINK + hop.level] += times * self._hop_seconds(op, hop)
+                for stage in self._moves(plan, op):
+                    for resource, share in stage.needs:
+                        total[resource] += times * share * stage.seconds
+        return total
+
+    def _unit_ops(self, plan: Plan, unit: UnitSpec) -> UnitOps:
         rungs = resolve(plan, self._topology, unit.name)
-        ops = unit_ops(unit, rungs, plan, phase, encloses=unit.name == ROOT)
-        if not self._figures.backward(plan)[untiled(unit.name)]:
-            del ops[Trigger.BEFORE_BACKWARD]
-        for op in (op for some in ops.values() for op in some):
-            for hop in op.hops:
-                seconds[f"link {hop.level}"] += self._hop_seconds(op, hop)
-            for stage in self._moves(plan, op):
-                for resource, share in stage.needs:
-                    seconds[resource] += share * stage.seconds
-        return seconds
+        return UnitOps(unit, rungs, plan, encloses=unit.name == ROOT)
 
     def _moves(self, plan: Plan, op: Op) -> Iterator[Stage]:
         """Bytes to and from tiers, as the simulator moves them."""
-        if not op.moved_bytes:
-            return
-        if op.kind is Kind.STEP:
-            tier = plan.moving_tier or "device"
-            written = op.written_bytes
-            read = op.moved_bytes - written
-        else:
-            tier = plan.grads.tier if op.kind is Kind.STORE else plan.params.tier
-            read = op.moved_bytes if op.kind is Kind.FETCH else 0
-            written = op.moved_bytes - read
-        if tier != "device":
-            to_host = op.kind is Kind.STEP and plan.optim.tier != "device"
-            yield self._prices.move(tier, read, writes=False, to_host=to_host)
-            yield self._prices.move(tier, written, writes=True, to_host=to_host)
+        to_host = op.kind is Kind.UPDATE and plan.optim.tier != "device"
+        for nbytes, writes in ((op.reads, False), (op.writes, True)):
+            if nbytes and op.tier != "device":
+                yield self._prices.move(op.tier, nbytes, writes=writes, to_host=to_host)
+
+
+def _pass_ops(ops: UnitOps, phase: Phase, *, comes_back: bool) -> Iterator[Op]:
+    """What a pass does at least for a unit that it uses once; ``comes_back``: in backward, too."""
+    follows = phase in (Phase.MIDDLE, Phase.LAST)  # and finds what the passes before have left
+    if ops.travels:
+        keeps = ops.plan.keep_until == "step" and follows and not ops.encloses
+        yield from ops.gather(ops.kept_rung if keeps else None)
+        if comes_back:
+            yield from ops.gather(ops.kept_rung)
+    rests = (follows,) * len(ops.trained)
+    at_bottom = ops.rungs.grads == ops.rungs.bottom
+    yield from ops.ready(
+        synchronises=phase.synchronises,
+        held=None if at_bottom else rests,
+        summed=rests if at_bottom else None,
+    )
+    if phase.synchronises:
+        yield from ops.update()

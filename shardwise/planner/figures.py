@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from shardwise.core.work import Work
-from shardwise.cost.simulate import Estimate, backward_times
+from shardwise.cost.simulate import Estimate
+from shardwise.cost.units import backward_times
 from shardwise.planner.alike import SHORT, Alike
 from shardwise.planner.request import Request
 from shardwise.planner.space import Batch

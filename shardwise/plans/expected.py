@@ -6,19 +6,23 @@ tests compare them with what a run has done.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
+from shardwise.plans.inputs import Inputs
+from shardwise.plans.moments import Moment, backward_moments, calls_of, forward_moments, uses
 from shardwise.plans.ops import Op, Phase, Trigger
 from shardwise.plans.order import BACKWARD, Asks, Issue, Issuer
 from shardwise.plans.placed import trained_flats
-from shardwise.plans.plan import Plan, resolve, untiled
+from shardwise.plans.plan import Plan, resolve
 from shardwise.plans.schedule import UnitOps
 from shardwise.plans.sums import Holds
+from shardwise.plans.walk import Walk
 
 FORWARD = "forward"
+WITHOUT_GRADIENTS = FORWARD + " without gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,16 @@ def schedule(
     topology: Topology,
     phase: Phase = Phase.ONLY,
     order: Sequence[str] | None = None,
+    *,
+    input_bytes: int = 0,
 ) -> tuple[Event, ...]:
     """The expected events of one pass (and, where it synchronises, the step), in order.
 
     ``order`` names the units in the order of their forward; the default is the module tree's.
-    The root unit is the model's first.
+    The root unit is the model's first. ``input_bytes`` is what a unit's call has of inputs that may
+    rest on a tier; without it nothing is said of them.
     """
-    training = Training(plan, model, topology, order)
+    training = Training(plan, model, topology, order, input_bytes=input_bytes)
     if phase in (Phase.MIDDLE, Phase.LAST):
         training.run(Phase.FIRST)  # which leaves what these find
     return training.run(phase)
@@ -91,7 +98,10 @@ def unit_ops(plan: Plan, model: ModelSpec, topology: Topology) -> list[UnitOps]:
 
 
 class Training:
-    """A model in training on one rank, as everybody expects it."""
+    """A model in training on one rank, as everybody expects it.
+
+    All passes follow the order of uses that the first ones would have recorded.
+    """
 
     def __init__(
         self,
@@ -99,109 +109,82 @@ class Training:
         model: ModelSpec,
         topology: Topology,
         order: Sequence[str] | None = None,
+        *,
+        input_bytes: int = 0,
     ) -> None:
-        self._plan = plan
-        self._ops = unit_ops(plan, model, topology)
-        self._issuer = Issuer(self._ops, plan.prefetch, plan.keep_until)
-        self._index = {ops.name: index for index, ops in enumerate(self._ops)}
-        root = model.units[0].name
-        self._calls = list(
-            _nested([name for name in (order or model.order) if name != root], model)
+        self.units = unit_ops(plan, model, topology)
+        self._issuer = Issuer(self.units, plan.prefetch, plan.keep_until)
+        calls, reached = calls_of(model, order or model.order), reached_units(model)
+        self._forward = list(forward_moments(calls))
+        self._backward = list(
+            backward_moments(
+                [call for call in calls if self.units[call.unit].name in reached],
+                self.units,
+                recomputes=plan.activations != "keep",
+            )
         )
-        self._reached = reached_units(model)
+        for kind, moments in (
+            (FORWARD, self._forward),
+            (WITHOUT_GRADIENTS, self._forward),
+            (BACKWARD, self._backward),
+        ):
+            walk = self._issuer.walks[kind] = Walk(plan.prefetch)
+            walk.recording = uses(moments, self.units)
+            walk.finish_recording()
+        self._inputs = Inputs(plan, input_bytes)
         self._leaving: set[int] = set()
         """Units that are to be updated when their own backward is over."""
         self._updated: set[int] = set()
         """Units that this step's backward has updated."""
         self._held: dict[int, Holds] = {}
         self._summed: dict[int, Holds] = {}
-        for phase in (Phase.EVAL, Phase.ONLY):  # recorded, and then forgotten
-            self.run(phase)
-        for walk in self._issuer.walks.values():
-            walk.finish_recording()
 
     def run(self, phase: Phase) -> tuple[Event, ...]:
         """One pass, and the step if it synchronises."""
         return tuple(self._pass(phase))
 
     def _pass(self, phase: Phase) -> Iterator[Event]:
-        yield from self._forward(phase)
+        issuer = self._issuer
+        kind = WITHOUT_GRADIENTS if phase is Phase.EVAL else FORWARD
+        yield self._event(Trigger.BEGIN_FORWARD, 0, issuer.begin(kind, phase))
+        yield from self._fire_all(self._forward)
+        yield self._end_walk(Trigger.END_FORWARD, issuer.end_forward)
         if phase is Phase.EVAL:
             return
-        yield from self._backward(phase)
+        yield self._event(Trigger.BEGIN_BACKWARD, 0, issuer.begin(BACKWARD, phase))
+        yield from self._fire_all(self._backward)
+        issuer.units[0].busy = False
+        self._inputs.forget()
+        yield self._end_walk(Trigger.END_BACKWARD, issuer.end_backward)
         if phase.synchronises:
             yield self._step()
 
-    # --- forward ------------------------------------------------------------------------------
-
-    def _forward(self, phase: Phase) -> Iterator[Event]:
-        kind = FORWARD if phase is not Phase.EVAL else FORWARD + " without gradients"
-        yield self._event(Trigger.BEGIN_FORWARD, 0, self._issuer.begin(kind, phase))
-        yield self._before_forward(0)
-        for unit, inside in self._calls:
-            yield self._before_forward(unit)
-            for tile in inside:
-                yield self._before_forward(tile)
-                yield self._after_forward(tile)
-            yield self._after_forward(unit)
-        yield self._after_forward(0)
-        yield self._end_walk(Trigger.END_FORWARD, self._issuer.end_forward)
-
-    def _before_forward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = True
-        return self._fire(Trigger.BEFORE_FORWARD, unit)
-
-    def _after_forward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = False
-        return self._fire(Trigger.AFTER_FORWARD, unit)
-
-    # --- backward -----------------------------------------------------------------------------
-
-    def _backward(self, phase: Phase) -> Iterator[Event]:
-        yield self._event(Trigger.BEGIN_BACKWARD, 0, self._issuer.begin(BACKWARD, phase))
-        yield self._before_backward(0)
-        last: int | None = None
-        """The block whose inputs' gradients begin the next one's backward."""
-        for unit, inside in reversed(self._calls):
-            if self._ops[unit].name not in self._reached:
+    def _fire_all(self, moments: Sequence[Moment]) -> Iterator[Event]:
+        for trigger, unit in moments:
+            if trigger is Trigger.GRADS_READY:
+                yield from self._grads(unit)
                 continue
-            yield self._before_backward(unit)
-            if last is not None:
-                yield self._after_backward(last)
-            yield from self._tiles_backward(inside)
-            yield from self._grads(unit)
-            last = None if self._ops[unit].is_tile else unit
-            if last is None:
-                yield self._after_backward(unit)
-        if last is not None:
-            yield self._after_backward(last)
-        yield from self._grads(0)
-        self._issuer.units[0].busy = False
-        yield self._end_walk(Trigger.END_BACKWARD, self._issuer.end_backward)
+            if trigger in _USES:
+                self._issuer.units[unit].busy = _USES[trigger]
+            issue = self._issuer.on(trigger, unit)
+            yield self._event(trigger, unit, issue, self._beside(trigger, unit))
 
-    def _tiles_backward(self, inside: list[int]) -> Iterator[Event]:
-        """The last tile first. The gradient that reaches it sets off the block's recomputation,
-        which needs all of them in the order of forward."""
-        for number, tile in enumerate(reversed(inside)):
-            yield self._before_backward(tile)
-            for again in inside if number == 0 and self._plan.activations != "keep" else ():
-                yield self._fire(Trigger.BEFORE_RECOMPUTE, again)
-                yield self._fire(Trigger.AFTER_RECOMPUTE, again)
-            yield from self._grads(tile)
-            yield self._after_backward(tile)
+    def _beside(self, trigger: Trigger, unit: int) -> Sequence[Op]:
+        """What goes with a trigger beside what the issuer says."""
+        ops = self.units[unit]
+        if trigger is Trigger.AFTER_BACKWARD:
+            return self._update_early(unit)
+        if ops.encloses or ops.is_tile:
+            return ()
+        if trigger is Trigger.AFTER_FORWARD and self._issuer.phase is not Phase.EVAL:
+            return self._inputs.save(ops.name)
+        return self._inputs.load(ops.name) if trigger is Trigger.BEFORE_RECOMPUTE else ()
 
-    def _before_backward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = True
-        return self._fire(Trigger.BEFORE_BACKWARD, unit)
-
-    def _after_backward(self, unit: int) -> Event:
-        self._issuer.units[unit].busy = False
-        event = self._fire(Trigger.AFTER_BACKWARD, unit)
-        return replace(event, ops=(*event.ops, *self._update_early(unit)))
+    # --- gradients ----------------------------------------------------------------------------
 
     def _update_early(self, unit: int) -> list[Op]:
         """Units that are not gathered compute with P itself: backward must have left them."""
-        computes_with_p = self._issuer.units[unit].busy and not self._ops[unit].travels
+        computes_with_p = self._issuer.units[unit].busy and not self.units[unit].travels
         if unit not in self._leaving or computes_with_p:
             return []
         self._leaving.discard(unit)
@@ -209,15 +192,14 @@ class Training:
         return self._issuer.update_early(unit)
 
     def _grads(self, unit: int) -> Iterator[Event]:
-        ops = self._ops[unit]
+        ops = self.units[unit]
         if not ops.trained:
             return
-        yield self._fire(Trigger.FIRST_GRAD, unit)
-        held, summed = self._held.get(unit), self._summed.get(unit)
-        event = self._event(Trigger.GRADS_READY, unit, self._issuer.ready(unit, held, summed))
+        yield self._event(Trigger.FIRST_GRAD, unit, self._issuer.on(Trigger.FIRST_GRAD, unit))
+        issue = self._issuer.ready(unit, self._held.get(unit), self._summed.get(unit))
         if ops.updates_early and self._issuer.phase.synchronises:
             self._leaving.add(unit)
-        yield replace(event, ops=(*event.ops, *self._update_early(unit)))
+        yield self._event(Trigger.GRADS_READY, unit, issue, self._update_early(unit))
         every = (True,) * len(ops.trained)
         if self._issuer.phase.synchronises or ops.rungs.grads == ops.rungs.bottom:
             self._summed[unit] = every
@@ -237,45 +219,29 @@ class Training:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _fire(self, trigger: Trigger, unit: int) -> Event:
-        return self._event(trigger, unit, self._issuer.on(trigger, unit))
-
     def _end_walk(self, trigger: Trigger, end: Any) -> Event:
         issuer = self._issuer
         walk = issuer.backward_walk if trigger is Trigger.END_BACKWARD else issuer.walk
         issue = Issue()
         if walk is not None:
             issue = issuer.end_walk(walk)
+            assert not walk.skipped, "a use that did not come"
         after = end()
         issue.finish = after.finish
         issue.later += after.later
         return self._event(trigger, 0, issue)
 
-    def _event(self, trigger: Trigger, unit: int, issue: Issue) -> Event:
-        ops = [*issue.ops, *issue.later]
-        if issue.asks is not Asks.NOTHING:  # the pass that is recorded
-            backward = self._issuer.in_backward
-            walk = self._issuer.backward_walk if backward else self._issuer.walk
-            ops += self._issuer.agreed(unit, needed=True, walk=walk).ops
-        wait = None if issue.wait is None else self._ops[issue.wait].name
-        return Event(trigger, self._ops[unit].name, tuple(ops), wait, issue.finish)
+    def _event(self, trigger: Trigger, unit: int, issue: Issue, more: Sequence[Op] = ()) -> Event:
+        assert issue.asks is Asks.NOTHING, "a use beyond the order"
+        wait = None if issue.wait is None else self.units[issue.wait].name
+        ops = (*issue.ops, *issue.later, *more)
+        return Event(trigger, self.units[unit].name, ops, wait, issue.finish)
 
 
-Call = tuple[int, list[int]]
-"""A unit, and the tiles that its forward computes with."""
-
-
-def _nested(order: Sequence[str], model: ModelSpec) -> Iterator[Call]:
-    """The calls of a forward: tiles of a layer in a block belong to the block's."""
-    index = {unit.name: i for i, unit in enumerate(model.units)}
-    inside = {unit.name for unit in model.units if unit.inside}
-    call: Call | None = None
-    for name in order:
-        if call is not None and name in inside and untiled(name) == model.units[call[0]].name:
-            call[1].append(index[name])
-            continue
-        if call is not None:
-            yield call
-        call = (index[name], [])
-    if call is not None:
-        yield call
+_USES = {
+    Trigger.BEFORE_FORWARD: True,
+    Trigger.AFTER_FORWARD: False,
+    Trigger.BEFORE_BACKWARD: True,
+    Trigger.AFTER_BACKWARD: False,
+}
+"""Whether a unit is busy after a trigger."""

@@ -76,8 +76,9 @@ class Held:
         return [self.ops.drop(Place.SHARD)]
 
     def fix_source(self) -> None:
-        """From now on gathers start from the rung that is held now."""
-        self.source = self.ops.kept_rung if self.kept else None
+        """From now on gathers start from the rung that is kept now; kept in full there are none."""
+        kept = self.kept or (self.full and self.ops.kept_rung == 0)
+        self.source = self.ops.kept_rung if kept else None
 
 
 class Holdings:
@@ -143,6 +144,8 @@ class Holdings:
     def _free(self, held: Held) -> list[Op]:
         if not held.full or self.opened or not held.ops.travels:
             return []
+        if self._stays_full(held):
+            return []
         if self.in_backward:
             ops = held.free()
             comes_again = self.backward_walk and self.backward_walk.comes_again(held.index)
@@ -156,10 +159,15 @@ class Holdings:
             return held.free()
         return held.keep() + held.free()
 
+    def _stays_full(self, held: Held) -> bool:
+        """Whether a unit that is kept in full outlives the current backward."""
+        keeps = self.in_backward and self.keeps_on and self.phase is not Phase.EVAL
+        return keeps and held.ops.kept_rung == 0
+
     def release_external(self) -> list[Op]:
         ops: list[Op] = []
         for held in self.units:
             if held.external and not held.busy:
                 held.leases = 0
-                ops += [] if self.opened else held.free()
+                ops += [] if self.opened or self._stays_full(held) else held.free()
         return ops

@@ -23,7 +23,7 @@ LINK = (("link", 1.0),)
 
 
 def job(lane: str, seconds: float, use: str = "", after: Job | None = None, needs=()) -> Job:
-    return Job(lane, f"job on {lane}", [Stage(use or lane, seconds, needs)], after)
+    return Job(lane, f"job on {lane}", [Stage(use or lane, seconds, needs)], (after,) if after else ())
 
 
 def play(*instructions: Instruction) -> Run:
@@ -128,9 +128,17 @@ def test_a_job_waits_for_one_on_another_lane() -> None:
     assert begun == {"a0.0", "b2.0", "b3.0"}
 
 
+def test_a_job_waits_for_all_that_it_comes_after() -> None:
+    first, second = job("a", 2), job("b", 3)
+    last = Job("c", "last", [Stage("c", 1)], (first, second))
+    result = play(Submit(first), Submit(second), Submit(last), Wait(last))
+    assert result.marks["end"] == 4
+    assert uses(result) == {"a": 2, "b": 1, "c": 1}
+
+
 def test_jobs_that_take_no_time_free_what_waits_for_them() -> None:
     first = job("a", 1)
-    empty = Job("b", "empty", [], first)
+    empty = Job("b", "empty", [], (first,))
     last = job("c", 1, after=empty)
     assert play(Submit(first), Submit(empty), Submit(last), Wait(last)).marks["end"] == 2
 
@@ -205,7 +213,7 @@ def programs(draw) -> list[tuple]:
     """Instructions as data: a job's number stands for it."""
     found: list[tuple] = []
     for number in range(draw(st.integers(1, 8))):
-        after = draw(st.none() | st.integers(0, number - 1)) if number else None
+        after = draw(st.lists(st.integers(0, number - 1), max_size=2)) if number else []
         lane, seconds = draw(st.sampled_from("abc")), draw(st.lists(times, max_size=3))
         found.append(("submit", lane, seconds, draw(shares), after))
         found.append(("work", draw(times), draw(shares)))
@@ -220,7 +228,7 @@ def written(program: list[tuple], scale: float = 1.0) -> Iterator[Instruction]:
         if kind == "submit":
             lane, seconds, needs, after = rest
             stages = [Stage(lane, scale * each, needs) for each in seconds]
-            jobs.append(Job(lane, lane, stages, None if after is None else jobs[after]))
+            jobs.append(Job(lane, lane, stages, [jobs[index] for index in after]))
             yield Submit(jobs[-1])
         elif kind == "work":
             yield work(scale * rest[0], needs=rest[1])

@@ -16,7 +16,9 @@ from shardwise.cost.engine import run as run_program
 from shardwise.cost.file import load_cluster
 from shardwise.cost.habits import OURS, Habits
 from shardwise.cost.price import Prices
-from shardwise.cost.simulate import USES, Estimate, _Steps, backward_times, simulate
+from shardwise.cost.program import Program
+from shardwise.cost.simulate import USES, Estimate, simulate
+from shardwise.cost.units import backward_times
 from shardwise.planner.alike import SHORT_STEP, Alike
 from shardwise.planner.space import mixed
 from shardwise.plans import presets
@@ -180,9 +182,12 @@ class TestCopies:
         assert self.seconds(found, "keep") == pytest.approx(sum(self.numels[1:]) / 2 * 4 / COPIES)
 
     def test_a_master_is_copied_to_the_parameters(self) -> None:
-        found, plain = self.estimate(presets.lean()), self.estimate(presets.amsp())
-        copied = sum(numel // 4 for numel in self.numels) * 4 / COPIES
-        assert found.exposed["update"] - plain.exposed["update"] == pytest.approx(copied)
+        mixed_amsp = presets.amsp(precision=mixed("bfloat16"))
+        found, plain = self.estimate(mixed_amsp), self.estimate(presets.amsp())
+        copied = sum(numel // 4 for numel in self.numels) * 2 / COPIES
+        assert self.seconds(plain, "refresh") == 0  # where transfers take nothing
+        assert self.seconds(found, "refresh") == pytest.approx(copied)
+        assert found.exposed["update"] == pytest.approx(plain.exposed["update"])
 
     def test_micro_batches_are_added_up(self) -> None:
         found = self.estimate(presets.zero1(), accumulate=3)
@@ -202,13 +207,11 @@ class TestCopies:
 
         for flags, own in (({}, 0), ({"delta": True}, 1.5 * 100)):
             hop = Hop(1, "world", 2, 1, Format("int4", **flags))
-            climb = prices.climb("refresh", Op(Kind.REFRESH, "", (hop,)), 400, rungs)
+            climb = prices.climb("refresh", Op(Kind.REFRESH, "", hops=(hop,)), 400, rungs)
             assert copied(climb) == pytest.approx(own, abs=1e-6)
         for flags, lost in (({}, 0), ({"feedback": True}, 4 * 100)):
             hop = Hop(1, "world", 2, 1, Format("int4", **flags))
-            ((stages, last),) = prices.descend(
-                Op(Kind.REDUCE, "", (hop,)), 400, rungs, overlaps=False
-            )
+            ((stages, last),) = prices.descend(Op(Kind.REDUCE, "", hops=(hop,)), 400, rungs)
             assert copied([*stages, *last]) == pytest.approx(100 + lost, abs=1e-6)
 
 
@@ -306,9 +309,9 @@ def sent_bytes(
     plan: Plan, spec: ModelSpec, on: Cluster, accumulate: int = 1, habits: Habits = OURS
 ) -> Counter[str]:
     """By level: what the jobs of a program send, told of their seconds."""
-    steps = _Steps(plan, spec, work(), on, habits)
+    program = Program(plan, spec, work(), on, habits)
     sent: Counter[str] = Counter()
-    for instruction in steps.program(list(step_phases(accumulate).elements())):
+    for instruction in program.steps(list(step_phases(accumulate).elements())):
         for stage in instruction.job.stages if isinstance(instruction, Submit) else []:
             for resource, _ in stage.needs:
                 if resource.startswith("link "):
@@ -319,10 +322,10 @@ def sent_bytes(
 
 
 def test_the_operations_that_are_priced_are_the_models() -> None:
-    steps = _Steps(presets.zero3(), model(4), work(), cluster("world=4"))
+    program = Program(presets.zero3(), model(4), work(), cluster("world=4"))
     seconds = sum(
         instruction.stage.seconds
-        for instruction in steps.program(list(step_phases(1).elements()))
+        for instruction in program.steps(list(step_phases(1).elements()))
         if isinstance(instruction, Compute) and instruction.stage.use == "compute"
     )
     assert seconds == pytest.approx(2 * work().flops / FLOPS)
@@ -409,10 +412,10 @@ def test_sums_of_micro_batches_are_priced_in_every_pass() -> None:
     held = {}
     for name in ("zero1", "amsp", "zero3"):
         plan = PRESETS[name]()
-        steps = _Steps(plan, model(4), work(), on)
+        program = Program(plan, model(4), work(), on)
         jobs = [
             instruction.job
-            for instruction in steps.program([Phase.FIRST, Phase.MIDDLE, Phase.LAST])
+            for instruction in program.steps([Phase.FIRST, Phase.MIDDLE, Phase.LAST])
             if isinstance(instruction, Submit) and instruction.job.name == "hold blocks.0"
         ]
         part = 4 * 10**6 / on.topology.factor(plan.grads.spread) / COPIES
@@ -436,11 +439,11 @@ def test_sums_do_not_keep_the_next_units_hops_waiting() -> None:
 
 def test_only_the_hop_that_overlaps_does() -> None:
     """Under no_sync a lean reduction ends in the node: nothing of it travels on the outer lane."""
-    steps = _Steps(presets.lean(), model(4), work(), cluster("node=2,world=2"))
+    program = Program(presets.lean(), model(4), work(), cluster("node=2,world=2"))
     for phase, lanes in ((Phase.MIDDLE, {"reduce"}), (Phase.ONLY, {"reduce", "outer"})):
         jobs = [
             instruction.job
-            for instruction in steps.program([phase])
+            for instruction in program.steps([phase])
             if isinstance(instruction, Submit) and instruction.job.name == "reduce blocks.0"
         ]
         assert {job.lane for job in jobs} == lanes
@@ -530,8 +533,8 @@ def test_a_flat_reduction_is_a_ring_of_those_that_share_parameters_and_one_of_re
     for name, plan in {"zero3": presets.zero3(), "hsdp": presets.hsdp()}.items():
         rungs = resolve(plan, on.topology, "blocks.0")
         hops = (Hop(0, "node", 4, 1, None), Hop(1, "world", 3, 1, None))
-        op = Op(Kind.REDUCE, "blocks.0", hops)
-        ((stages, _),) = Prices(on, Habits(flat=True)).descend(op, 12, rungs, overlaps=False)
+        op = Op(Kind.REDUCE, "blocks.0", hops=hops)
+        ((stages, _),) = Prices(on, Habits(flat=True)).descend(op, 12, rungs)
         seconds[name] = sum(stage.seconds for stage in stages)
     assert seconds == {"zero3": pytest.approx(11), "hsdp": pytest.approx(3 + 2)}
 
@@ -612,17 +615,19 @@ def test_models_that_are_hardly_long(layers: int) -> None:
     assert near.memory == full.memory
 
 
-def test_master_copies_are_written_out() -> None:
-    """Mixed precision has a master; its new values are copied to the parameters' own dtype."""
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_master_copies_are_written_out(name: str) -> None:
+    """Mixed precision has a master; its new values are copied to the parameters' own dtype: in the
+    refresh's lane before they travel, and by the program itself where nothing travels."""
     on = cluster("world=4")
-    plan = presets.zero1(precision=mixed("bfloat16"))
-    found = simulate(plan, model(4), replace(work(), dtype="bfloat16"), on)
-    own = sum(
-        unit.flats[0].numel // resolve(plan, on.topology, unit.name).ladder.parts[-1]
-        for unit in model(4).units
-    )
-    expected = own / UPDATES + own * DTYPE_BYTES["bfloat16"] / COPIES
+    plan = PRESETS[name](precision=mixed("bfloat16"))
+    found = simulate(plan, model(4), replace(work(), dtype="bfloat16"), on, spans=True)
+    own = sum(unit.flats[0].numel // 4 for unit in model(4).units)
+    update, copies = own / UPDATES, own * DTYPE_BYTES["bfloat16"] / COPIES
+    expected = update + (copies if name == "zero3" else 0)
     assert found.exposed["update"] == pytest.approx(expected)
+    refreshed = {span.name for span in found.spans if span.track == "refresh"}
+    assert refreshed == {f"refresh {unit.name}" for unit in model(4).units}
 
 
 def test_a_host_that_nobody_described_is_an_error_and_not_free() -> None:

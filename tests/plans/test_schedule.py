@@ -1,6 +1,8 @@
 """The schedule's bytes against closed formulas, and its events against a small state machine."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Level, Topology
 from shardwise.plans import presets
-from shardwise.plans.expected import Event, schedule
-from shardwise.plans.ops import Kind, Phase, Trigger
+from shardwise.plans.expected import Event, Training, schedule
+from shardwise.plans.ops import Kind, Op, Phase, Place, Trigger
+from shardwise.plans.order import REDUCTIONS_IN_FLIGHT
 from shardwise.plans.plan import Plan, Precision, resolve
+from shardwise.plans.presets import PRESETS
 from shardwise.plans.traffic import Traffic, Use, step_phases, step_traffic
 from shardwise.plans.validate import legal_plans
 
@@ -243,21 +247,52 @@ def test_phases_of_a_step() -> None:
     assert step_phases(2)[Phase.MIDDLE] == 0
 
 
-def walk(events: tuple[Event, ...], full: dict[str, bool], resident: set[str]) -> None:
-    """Gathers, frees and uses: nothing is used unless gathered, nothing gathered or freed twice."""
-    for event in events:
-        for op in event.ops:
-            if op.kind is Kind.GATHER:
-                assert not full[op.unit]
-                full[op.unit] = True
-            if op.kind is Kind.KEEP:
-                assert full[op.unit]
-            if op.kind is Kind.FREE:
-                assert full[op.unit]
-                assert op.unit not in resident
-                full[op.unit] = False
-        if event.trigger in (Trigger.BEFORE_FORWARD, Trigger.BEFORE_BACKWARD):
-            assert full[event.unit]
+class Machine:
+    """What a rank holds, as operations change it: nothing is used, freed or reduced that is not
+    there, nothing gathered twice, and a kept rung only serves what it was kept of."""
+
+    def __init__(self, names: list[str], resident: set[str]) -> None:
+        self.resident = resident
+        self.full = {name: name in resident for name in names}
+        self.kept = dict.fromkeys(names, False)
+        self.in_flight = 0
+
+    def run(self, events: tuple[Event, ...]) -> None:
+        for event in events:
+            self.in_flight -= event.finish
+            assert self.in_flight >= 0
+            for op in event.ops:
+                self.do(op)
+            if event.wait is not None:
+                assert self.full[event.wait]
+            if event.trigger is Trigger.GRADS_READY:
+                self.in_flight += 1
+                assert self.in_flight <= REDUCTIONS_IN_FLIGHT
+            if event.trigger in (Trigger.BEFORE_FORWARD, Trigger.BEFORE_BACKWARD):
+                assert event.wait == event.unit
+            if event.trigger is Trigger.END_BACKWARD:
+                assert self.in_flight == 0
+
+    def do(self, op: Op) -> None:
+        unit = op.unit
+        if op.kind is Kind.GATHER:
+            assert not self.full[unit]
+            assert op.source is not Place.KEPT or self.kept[unit]
+            self.full[unit] = True
+        elif op.kind is Kind.KEEP:
+            assert self.full[unit]
+            assert not self.kept[unit]
+            self.kept[unit] = True
+        elif op.kind is Kind.DROP:
+            assert op.source is Place.SHARD or self.kept[unit]
+            self.kept[unit] = False
+        elif op.kind is Kind.FREE:
+            assert self.full[unit]
+            assert unit not in self.resident
+            self.full[unit] = False
+        elif op.kind is Kind.UPDATE:
+            assert not self.kept[unit]
+            assert self.full[unit] == (unit in self.resident)
 
 
 PASSES = (
@@ -271,14 +306,51 @@ PASSES = (
 @pytest.mark.parametrize("keep_until", ["backward", "step"])
 def test_every_legal_plan_gathers_before_use_and_frees_after(plan: Plan, keep_until: str) -> None:
     plan = replace(plan, keep_until=keep_until)
-    model = model_of([64, 640, 640], GRID.world)
-    resident = {unit.name for unit in model.units if not resolve(plan, GRID, unit.name).params}
-    for passes in PASSES:
-        full = {unit.name: unit.name in resident for unit in model.units}
+    model = model_of([64, 640, 640, 640, 640], GRID.world)
+    names = [unit.name for unit in model.units]
+    resident = {name for name in names if not resolve(plan, GRID, name).params}
+    for passes, prefetch in product(PASSES, (0, 1, 3)):
+        training = Training(replace(plan, prefetch=prefetch), model, GRID)
+        machine = Machine(names, resident)
         for phase in passes:
-            walk(schedule(plan, model, GRID, phase), full, resident)
+            machine.run(training.run(phase))
             if phase in (Phase.ONLY, Phase.LAST, Phase.EVAL):
-                assert {name for name, is_full in full.items() if is_full} == resident
+                assert {name for name, is_full in machine.full.items() if is_full} == resident
+                assert not any(machine.kept.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_step_leaves_what_it_has_found(name: str) -> None:
+    """So that the second is like the first, and the simulator can run one of them twice."""
+    plan = PRESETS[name]()
+    for changed in (plan, replace(plan, keep_until="step", activations="recompute")):
+        training = Training(changed, model_of([64, 640, 640, 640], GRID.world), GRID)
+        for phases in (PASSES[1], PASSES[2]):
+            first, second = ([training.run(phase) for phase in phases] for _ in range(2))
+            assert first == second
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_what_is_gathered_ahead_belongs_to_the_trigger_that_sets_it_off(prefetch: int) -> None:
+    plan = replace(presets.zero3(), prefetch=prefetch)
+    events = schedule(plan, model_of([64] * 6, 4), GRID)
+    sets_off = {
+        op.unit: (event.trigger, event.unit)
+        for event in events
+        for op in event.ops
+        if op.kind is Kind.GATHER and event.trigger.in_forward
+    }
+    begins, uses = (Trigger.BEGIN_FORWARD, "u.0"), Trigger.BEFORE_FORWARD
+    ahead = [begins] * prefetch + [(uses, f"u.{index}") for index in range(1, 6)]
+    assert sets_off == {"u.0": begins, **{f"u.{i}": ahead[i - 1] for i in range(1, 6)}}
+    # In backward a unit gives its buffer back before one more is gathered.
+    first, *later = [
+        [op.kind for op in event.ops]
+        for event in events
+        if event.trigger is Trigger.AFTER_BACKWARD and event.unit in ("u.5", "u.1")
+    ]
+    assert first == ([Kind.FREE, Kind.GATHER] if prefetch else [Kind.FREE])
+    assert later == [[Kind.FREE]]
 
 
 def test_the_kept_rung_is_copied_once_a_step() -> None:
@@ -307,16 +379,19 @@ def test_events_follow_the_order_and_the_root_surrounds_them() -> None:
     assert forward == ["u.0", "u.2", "u.1"]
     assert backward == ["u.0", "u.1", "u.2"]
     assert events[0].unit == "u.0"
-    assert events[-2:] == (
-        Event(Trigger.AFTER_BACKWARD, "u.0", events[-2].ops),
-        Event(Trigger.STEP, "", events[-1].ops),
-    )
+    assert [(event.trigger, event.unit) for event in events[-3:]] == [
+        (Trigger.GRADS_READY, "u.0"),
+        (Trigger.END_BACKWARD, "u.0"),
+        (Trigger.STEP, ""),
+    ]
+    assert Counter(op.kind for op in events[-2].ops) == {Kind.FREE: 1}  # the root's own
 
 
 def test_a_unit_used_twice_steps_once() -> None:
     model = model_of([64, 64], 4)
     events = schedule(presets.ddp(), model, GRID, order=["u.1", "u.1"])
-    assert [op.unit for op in events[-1].ops] == ["u.0", "u.1"]
+    updates = [op.unit for op in events[-1].ops if op.kind is Kind.UPDATE]
+    assert updates == ["u.0", "u.1"]
 
 
 @pytest.mark.parametrize("phase", [Phase.FIRST, Phase.MIDDLE, Phase.EVAL])
@@ -336,10 +411,10 @@ def test_hops_conserve_bytes_for_every_legal_plan(numels: list[int], plan: Plan)
     parts = topology.factor(plan.params.spread), topology.factor(plan.optim.spread)
     gathered = 4 * ring.all - 4 * ring.all // parts[0]
     refreshed = 4 * ring.all // parts[0] - 4 * ring.all // parts[1]
-    spread = 4 * ring.all // parts[1] - 4 * ring.all // topology.world
+    replicated = 4 * ring.all // parts[1] - 4 * ring.all // topology.world
     flows = sent(traffic)
     assert flows[0] == gathered
-    assert flows[2:] == [4 * ring.across(ring.all), spread, refreshed]
+    assert flows[2:] == [4 * ring.across(ring.all), replicated, refreshed]
 
 
 @pytest.mark.parametrize(
@@ -365,10 +440,10 @@ def test_an_update_moves_each_state_from_its_own_tier(
     }
     model = model_of([0, 4096], GRID.world)
     events = schedule(replace(plan, **states), model, GRID)
-    (op,) = [op for op in events[-1].ops if op.kind is Kind.STEP and op.unit == "u.1"]
+    (op,) = [op for op in events[-1].ops if op.kind is Kind.UPDATE and op.unit == "u.1"]
     own = 4096 // GRID.world
-    assert (op.moved_bytes - op.written_bytes, op.written_bytes) == (disk[0] * own, disk[1] * own)
-    assert op.crossing_bytes == (crossing[0] * own, crossing[1] * own)
+    assert (op.reads, op.writes) == (disk[0] * own, disk[1] * own)
+    assert op.crossing == (crossing[0] * own, crossing[1] * own)
 
 
 @pytest.mark.parametrize(("trained", "reached"), [(0, 3), (1, 3), (2, 2), (3, 1)])

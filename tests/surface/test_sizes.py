@@ -9,7 +9,7 @@ MOST_LINES = 400
 MOST_METHODS = 20
 """Properties and dunders count."""
 
-PENDING = {"cost/simulate.py", "cost/simulate.py:_Steps"}
+PENDING: set[str] = set()
 """Files and classes that are too large and on their way out."""
 
 
