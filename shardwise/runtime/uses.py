@@ -1,8 +1,8 @@
 """Claims: which calls need a unit, and until when.
 
 A call runs from its module's forward pre-hook to its forward hook. It is in backward from the first
-gradient at its outputs until gradients leave through its inputs. If no gradient leaves there, until
-all parameters of the unit have one. The issuer learns only whether any call needs the unit.
+gradient at its outputs until gradients leave through its inputs; if none leave there, until all
+parameters of the unit have a gradient. The issuer learns only whether any call needs the unit.
 """
 
 from typing import Protocol

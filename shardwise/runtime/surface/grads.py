@@ -2,7 +2,7 @@
 
 After backward ``p.grad`` is a *handle*: a real view if this rank has the whole gradient in the
 parameter's dtype, otherwise a guarded tensor. If the user replaced the handle by None, the gradient
-was dropped. If by a tensor, that tensor is now the gradient.
+was dropped; if the user replaced it by a tensor, that tensor is now the gradient.
 
 Handles stay while backward runs. A handle is removed only while autograd accumulates
 (``make_room``), and a guarded one is put back when the gradient arrives (``mark``). So a
