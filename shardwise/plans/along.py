@@ -96,9 +96,8 @@ class _Held:
             elif event.trigger is Trigger.BEFORE_BACKWARD:
                 # The root's comes first, before any unit's.
                 yield Moment(f"backward {name}", self._memory(backward=name in self._called))
-            elif event.trigger is Trigger.AFTER_BACKWARD:
-                if name in self._begun:
-                    self._begun.remove(name)
+            elif event.trigger is Trigger.AFTER_BACKWARD and name in self._begun:
+                self._begun.remove(name)
         yield Moment("step", self._memory(backward=False))
 
     def _follow(self, event: Event) -> None:
