@@ -76,9 +76,13 @@ class Held:
         return [self.ops.drop(Place.SHARD)]
 
     def fix_source(self) -> None:
-        """From now on gathers start from the rung that is kept now; kept in full there are none."""
-        kept = self.kept or (self.full and self.ops.kept_rung == 0)
-        self.source = self.ops.kept_rung if kept else None
+        """From now on gathers start from the rung that is kept now.
+
+        What is kept in full until the step needs none: it stayed gathered on all ranks alike. Kept
+        until backward it may have been freed on some of them, and then all gather it again.
+        """
+        whole = self.full and self.ops.kept_rung == 0 and self.ops.plan.keep_until == "step"
+        self.source = self.ops.kept_rung if self.kept or whole else None
 
 
 class Holdings:
