@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.common import JSON_OPTION, print_json
+from shardwise.cli.events import Row, rows
 from shardwise.core.layout import ModelSpec, UnitSpec
 from shardwise.core.sizes import format_bytes, format_count
 from shardwise.core.topology import Topology
-from shardwise.core.work import Saved
+from shardwise.core.work import Work
 from shardwise.model.named import facts_of
-from shardwise.plans.expected import Event, schedule
+from shardwise.plans.expected import schedule
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.memory import Memory, memory
-from shardwise.plans.ops import Op, Phase
+from shardwise.plans.ops import Phase
 from shardwise.plans.plan import Plan, Rungs, resolve
 from shardwise.plans.traffic import Traffic, Use, step_traffic
 from shardwise.plans.validate import check, spreads
@@ -81,7 +82,7 @@ def explain(
         model=_describe(model, chosen, topology),
         accumulate=accumulate,
         phase=phase or (Phase.ONLY if accumulate == 1 else Phase.LAST),
-        saved=facts_of(model).work(micro_batch, seq, chosen, topology).saved,
+        work=facts_of(model).work(micro_batch, seq, chosen, topology),
     )
     check(chosen, topology, explanation.model)
     if as_json:
@@ -99,7 +100,7 @@ class Explanation:
     model: ModelSpec
     accumulate: int
     phase: Phase
-    saved: Saved
+    work: Work
 
     @property
     def traffic(self) -> Traffic:
@@ -112,8 +113,17 @@ class Explanation:
             self.model,
             self.topology,
             accumulates=self.accumulate > 1,
-            saved=self.saved,
+            saved=self.work.saved,
         )
+
+    def rows(self) -> Iterator[Row]:
+        """The operations of the pass, of one unit of each group."""
+        events = schedule(
+            self.plan, self.model, self.topology, self.phase, input_bytes=self.work.input_bytes
+        )
+        groups = group_units(self.plan, self.model, self.topology)
+        shown = {group.middle: (group.label, len(group.names)) for group in groups}
+        return rows(events, self.model, shown)
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,11 @@ class UnitGroup:
     names: tuple[str, ...]
     first: UnitSpec
     rungs: Rungs
+
+    @property
+    def middle(self) -> str:
+        """The unit that stands for all: what is done ahead of the first ones is done otherwise."""
+        return self.names[len(self.names) // 2]
 
     @property
     def label(self) -> str:
@@ -156,23 +171,10 @@ def group_units(plan: Plan, model: ModelSpec, topology: Topology) -> list[UnitGr
     return groups
 
 
-def collapse(events: tuple[Event, ...], groups: list[UnitGroup]) -> list[Event]:
-    """The events of one unit of each group, without those that set nothing off."""
-    shown = {group.first.name for group in groups}
-    found = []
-    for event in events:
-        ops = tuple(op for op in event.ops if op.unit in shown)
-        if ops:
-            found.append(Event(event.trigger, event.unit, ops))
-    return found
-
-
 def to_dict(explanation: Explanation) -> dict[str, Any]:
     """The explanation in JSON's types."""
     plan, topology = explanation.plan, explanation.topology
     groups = group_units(plan, explanation.model, topology)
-    titles = {group.first.name: group for group in groups}
-    events = schedule(plan, explanation.model, topology, explanation.phase)
     traffic = explanation.traffic
     return {
         "plan": tomllib.loads(dump_plan(plan)),
@@ -191,26 +193,7 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
             for group in groups
         ],
         "phase": explanation.phase.value,
-        "schedule": [
-            {
-                "trigger": event.trigger.value,
-                "unit": titles[op.unit].label,
-                "count": len(titles[op.unit].names),
-                "op": op.kind.value,
-                "moved_bytes": op.moved_bytes,
-                "hops": [
-                    {
-                        "level": hop.level,
-                        "size": hop.size,
-                        "sent_bytes": hop.sent_bytes,
-                        "wire": str(hop.format) if hop.format else "raw",
-                    }
-                    for hop in op.hops
-                ],
-            }
-            for event in collapse(events, groups)
-            for op in event.ops
-        ],
+        "schedule": [row.to_dict() for row in explanation.rows()],
         "traffic": [
             {"use": flow.use.value, "level": flow.level, "sent_bytes": flow.sent_bytes}
             for flow in traffic.flows
@@ -252,7 +235,7 @@ def _print(explanation: Explanation) -> None:
             console.print(f"  {line}", markup=False)
     console.print(
         f"\n[bold]A pass, phase '{explanation.phase}'[/bold], with what a rank sends for one unit",
-        _schedule_table(explanation, groups),
+        _schedule_table(explanation),
     )
     batches = f" of {explanation.accumulate} micro-batches" if explanation.accumulate > 1 else ""
     console.print(
@@ -323,24 +306,12 @@ def _tier(plan: Plan, state: str) -> str:
     return "" if tier == "device" else tier
 
 
-def _schedule_table(explanation: Explanation, groups: list[UnitGroup]) -> "Table":
-    titles = {group.first.name: group.title for group in groups}
-    events = schedule(explanation.plan, explanation.model, explanation.topology, explanation.phase)
-    table = _table("when", "units", "what", "hops", numbers_from=4)
-    for event in collapse(events, groups):
-        for op in event.ops:
-            table.add_row(event.trigger, titles[op.unit], op.kind, _hops_text(op))
+def _schedule_table(explanation: Explanation) -> "Table":
+    table = _table("what", "units", "when", "hops", "tier", numbers_from=5)
+    for row in explanation.rows():
+        title = row.title if row.count == 1 else f"{row.count} × {row.title}"
+        table.add_row(row.op.kind, title, row.when, row.hops, row.tier)
     return table
-
-
-def _hops_text(op: Op) -> str:
-    texts = [
-        f"{hop.level} {format_bytes(hop.sent_bytes)}" + (f" as {hop.format}" if hop.format else "")
-        for hop in op.hops
-    ]
-    if op.moved_bytes:
-        texts.append(f"tier {format_bytes(op.moved_bytes)}")
-    return ", ".join(texts)
 
 
 def _traffic_table(explanation: Explanation) -> "Table":

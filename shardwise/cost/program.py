@@ -150,7 +150,7 @@ class Program:
         jobs: list[Job] = []
         outer: list[Job] = []
         for index, (inner, last) in enumerate(price.chunks):
-            after: Sequence[Job] = before if not jobs else ()
+            after: Sequence[Job] = () if jobs else before
             if last and index >= 2:
                 # Two chunks have memory: the next begins when the last hop before the last is over.
                 after = (outer[index - 2],)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
-from shardwise.plans.expected import schedule
+from shardwise.plans.expected import Event, schedule
 from shardwise.plans.memory import HOLES, Memory, kept_bytes, memory
-from shardwise.plans.ops import Phase, Trigger
+from shardwise.plans.ops import Kind, Phase, Place, Trigger
 from shardwise.plans.plan import Plan
 
 TERMS = {
@@ -81,28 +81,40 @@ class _Held:
         self._begun: list[str] = []
         """Units whose activations backward still needs."""
         self._kept: set[str] = set()
-        """Units that something is kept of, if their plan keeps anything."""
+        """Units that something is kept of."""
 
     def moments(self, phase: Phase) -> Iterator[Moment]:
         if self._plan.keep_until == "step" and phase is Phase.LAST:
             self._kept |= self._kept_bytes.keys()
         for event in schedule(self._plan, self._model, self._topology, phase):
             name = event.unit
+            self._follow(event)
             if event.trigger is Trigger.BEFORE_FORWARD:
                 if name in self._called:
                     self._begun.append(name)
                 yield Moment(f"forward {name}", self._memory(backward=False))
-            elif event.trigger is Trigger.AFTER_FORWARD:
-                self._kept.add(name)
             elif event.trigger is Trigger.BEFORE_BACKWARD:
                 # The root's comes first, before any unit's.
                 yield Moment(f"backward {name}", self._memory(backward=name in self._called))
-            elif event.trigger is Trigger.AFTER_BACKWARD:
-                if name in self._begun:
-                    self._begun.remove(name)
-                if self._plan.keep_until == "backward":
-                    self._kept.discard(name)
+            elif event.trigger is Trigger.AFTER_BACKWARD and name in self._begun:
+                self._begun.remove(name)
         yield Moment("step", self._memory(backward=False))
+
+    def _follow(self, event: Event) -> None:
+        """What is kept of units: a rung that is copied out and dropped, or the full buffer that is
+        not freed."""
+        freed = set()
+        for op in event.ops:
+            if op.kind is Kind.KEEP:
+                self._kept.add(op.unit)
+            elif op.kind is Kind.DROP and op.source is Place.KEPT:
+                self._kept.discard(op.unit)
+            elif op.kind is Kind.FREE:
+                freed.add(op.unit)
+        stays = self._plan.for_unit(event.unit).keep == "full"
+        if event.trigger is Trigger.AFTER_FORWARD and stays and event.unit not in freed:
+            self._kept.add(event.unit)
+        self._kept -= {unit for unit in freed if self._plan.for_unit(unit).keep == "full"}
 
     def _memory(self, *, backward: bool) -> Memory:
         needed, saved, setting = self._needed, self._saved, self._plan.activations

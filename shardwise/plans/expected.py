@@ -225,14 +225,27 @@ class Training:
         issue = Issue()
         if walk is not None:
             issue = issuer.end_walk(walk)
-            assert not walk.skipped, "a use that did not come"
+            if walk.order is None:
+                walk.finish_recording()
         after = end()
         issue.finish = after.finish
         issue.later += after.later
         return self._event(trigger, 0, issue)
 
+    def _agree(self, unit: int, issue: Issue) -> None:
+        """All ranks want a unit beyond the order: what is kept in full is freed when backward has
+        used it, and a tied tile is used twice. The next pass is recorded anew."""
+        issuer = self._issuer
+        walk = issuer.backward_walk if issuer.in_backward else issuer.walk
+        if issue.asks is Asks.EXTRA_USE:
+            agreed = issuer.extra(unit)
+        else:
+            agreed = issuer.agreed(unit, needed=True, walk=walk)
+        issue.later += agreed.ops
+
     def _event(self, trigger: Trigger, unit: int, issue: Issue, more: Sequence[Op] = ()) -> Event:
-        assert issue.asks is Asks.NOTHING, "a use beyond the order"
+        if issue.asks is not Asks.NOTHING:
+            self._agree(unit, issue)
         wait = None if issue.wait is None else self.units[issue.wait].name
         ops = (*issue.ops, *issue.later, *more)
         return Event(trigger, self.units[unit].name, ops, wait, issue.finish)

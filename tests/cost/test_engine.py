@@ -23,7 +23,9 @@ LINK = (("link", 1.0),)
 
 
 def job(lane: str, seconds: float, use: str = "", after: Job | None = None, needs=()) -> Job:
-    return Job(lane, f"job on {lane}", [Stage(use or lane, seconds, needs)], (after,) if after else ())
+    return Job(
+        lane, f"job on {lane}", [Stage(use or lane, seconds, needs)], (after,) if after else ()
+    )
 
 
 def play(*instructions: Instruction) -> Run:
