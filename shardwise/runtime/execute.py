@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.comm.carry import Carriers, Leg, Outer, finish
+from shardwise.comm.carry import Carriers, Leg, finish
 from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Early, Lane
 from shardwise.core.meter import THREAD, Meter
@@ -21,8 +21,8 @@ from shardwise.plans.ops import Lane as On
 from shardwise.runtime.gradients import FullGrad
 from shardwise.runtime.unit import State, Unit
 
-KEYS_PER_UNIT = 8 * 16 * 16
-"""Keys of a unit's exchanges: one per flat, kind and hop."""
+_FLATS, _KINDS, _HOPS = 8, 16, 16
+"""At most so many of each per unit: every exchange of a flat, kind and hop has a key of its own."""
 
 
 @dataclass(eq=False)
@@ -31,6 +31,8 @@ class Done:
 
     op: Op
     meter: Meter = field(default_factory=Meter)
+    lane: Lane | None = None
+    """Where its work was handed to; None: it was done at once."""
     begin_s: float = 0.0
     end_s: float = 0.0
     """When its work began and ended on its lane; reads and writes of tiers may still go on."""
@@ -40,7 +42,7 @@ class Done:
         """Bytes that crossed the links, per hop of the operation."""
         found = dict.fromkeys((hop.step for hop in self.op.hops), 0)
         for key, nbytes in self.meter.sent.items():
-            found[key % 16] = found.get(key % 16, 0) + nbytes
+            found[key % _HOPS] = found.get(key % _HOPS, 0) + nbytes
         return tuple(found.values())
 
 
@@ -85,12 +87,14 @@ class Executor:
 
         ``meter`` has the bytes that were moved for the operation ahead of time.
         """
-        done = self._doing = Done(op, meter or Meter(), time.perf_counter())
+        unit, done = self._units[op.unit], Done(op, meter or Meter(), begin_s=time.perf_counter())
+        self._doing = done
         before, THREAD.meter = THREAD.meter, done.meter
         try:
-            ticket = self._verbs[op.kind](self._units[op.unit], op)
+            ticket = self._verbs[op.kind](unit, op)
         finally:
             THREAD.meter = before
+        unit.issued[op.kind] = done.lane, ticket
         done.end_s = done.end_s or time.perf_counter()
         for observer in self.observers:
             observer(done)
@@ -103,18 +107,15 @@ class Executor:
             self._fill(unit)
 
         def work(_: Early) -> None:
-            unit.refreshed.wait()  # the refresh writes what this fetch reads
             for fetched in [flat.params.fetch(op.target) for flat in unit.flats]:
                 fetched.wait()
 
         if unit.refreshing:
-            ticket = self._submit(self._grid.gathers, work)
+            ticket = self._submit(self._grid.gathers, unit, op, work)
         else:
             ticket = Chained(DONE, [flat.params.fetch(op.target) for flat in unit.flats])
         if op.target is Place.FULL:
             unit.coming = ticket
-        else:
-            unit.fetching = ticket
         return ticket
 
     def _fill(self, unit: Unit) -> None:
@@ -129,7 +130,6 @@ class Executor:
         legs = [self._legs_of(unit, op, index) for index in range(len(flats))]
 
         def work(early: Early) -> None:
-            unit.refreshed.wait()
             with span("gather", f"gather {unit.name}"):
                 for index, flat in enumerate(flats):
                     flat.params.gather(op.source, legs[index], carrier)
@@ -137,7 +137,7 @@ class Executor:
                         early()
                     finish(legs[index])
 
-        unit.coming = self._submit(self._grid.gathers, work)
+        unit.coming = self._submit(self._grid.gathers, unit, op, work)
         return unit.coming
 
     def _keep(self, unit: Unit, op: Op) -> Ticket:
@@ -155,7 +155,8 @@ class Executor:
         return DONE
 
     def _drop(self, unit: Unit, op: Op) -> Ticket:
-        unit.fetching.wait()
+        if Kind.FETCH in unit.issued:
+            unit.issued[Kind.FETCH][1].wait()
         for flat in unit.flats:
             flat.params.drop(op.source)
         return DONE
@@ -184,10 +185,10 @@ class Executor:
         if not unit.travels:
             unit.move_to(State.REFRESHING)
             unit.close()
-        unit.refreshed = self._submit(self._grid.outer, work)
+        ticket = self._submit(self._grid.outer, unit, op, work)
         if not unit.travels:
-            unit.coming = unit.refreshed
-        return unit.refreshed
+            unit.coming = ticket
+        return ticket
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class Executor:
     def _reduce(self, unit: Unit, op: Op) -> Ticket:
         taken, flats, scale = self._taken.pop(unit), unit.trained, 1.0 / self.divisor
         carrier = self._carriers.reduces
-        outer = self._outer(op)
+        outer = self._carriers.outer if op.overlaps else None
         legs = [self._legs_of(unit, op, unit.flats.index(flat)) for flat in flats]
         for flat in flats:
             if op.target is Place.HELD:
@@ -235,7 +236,7 @@ class Executor:
             if outer is not None:
                 later.extend(flat.grads.closing for flat in flats)
 
-        return Chained(self._submit(self._grid.reduces, work), later)
+        return Chained(self._submit(self._grid.reduces, unit, op, work), later)
 
     def _replicate(self, unit: Unit, op: Op) -> Ticket:
         carrier = self._carriers.reduces
@@ -247,7 +248,7 @@ class Executor:
                     flat.grads.replicate(walked, carrier)
                     finish(walked)
 
-        return self._submit(self._grid.reduces, work)
+        return self._submit(self._grid.reduces, unit, op, work)
 
     def _store(self, unit: Unit, op: Op) -> Ticket:
         later: list[Ticket] = []
@@ -257,24 +258,27 @@ class Executor:
                 flat.grads.store(self._carriers.outer if op.lane is On.OUTER else None)
                 later.append(flat.grads.closing)
 
-        return Chained(self._submit(self._grid.reduces, work), later)
+        return Chained(self._submit(self._grid.reduces, unit, op, work), later)
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _submit(self, lane: Lane, work: Callable[[Early], None]) -> Ticket:
-        """Submits work of the current operation to a lane and records when it ran."""
+    def _submit(self, lane: Lane, unit: Unit, op: Op, work: Callable[[Early], None]) -> Ticket:
+        """Hands work of the current operation to a lane, which waits for the operations that it
+        comes after; those of its own lane are done by then."""
         done = self._doing
         assert done is not None
+        issued = [unit.issued[kind] for kind in op.after if kind in unit.issued]
+        others = [ticket for before, ticket in issued if before is not lane]
+        done.lane = lane
 
         def timed(early: Early) -> None:
+            for ticket in others:
+                ticket.wait()
             done.begin_s = time.perf_counter()
             work(early)
             done.end_s = time.perf_counter()
 
         return lane.submit(timed)
-
-    def _outer(self, op: Op) -> Outer | None:
-        return self._carriers.outer if op.overlaps else None
 
     def _legs_of(self, unit: Unit, op: Op, flat: int) -> list[Leg]:
         """The legs of an operation for one flat: each hop with the link of its lane."""
@@ -295,7 +299,8 @@ class Executor:
 
     def _key(self, unit: Unit, op: Op, flat: int, hop: Hop) -> int:
         """One integer per exchange, the same on all ranks, with a name for error messages."""
-        index = ((unit.index * 8 + flat) * 16 + list(Kind).index(op.kind)) * 16 + hop.step
+        index = (unit.index * _FLATS + flat) * _KINDS + list(Kind).index(op.kind)
+        index = index * _HOPS + hop.step
         return self._grid.labels.key(index, f"{op.kind} of unit '{unit.name}' on level {hop.level}")
 
 

@@ -13,9 +13,11 @@ from functools import cached_property
 
 from torch import nn
 
+from shardwise.comm.lane import Lane
 from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.model.tiling import Tile
+from shardwise.plans.ops import Kind
 from shardwise.plans.plan import Rungs
 from shardwise.plans.schedule import UnitOps
 from shardwise.plans.sums import Holds
@@ -64,12 +66,10 @@ class Unit:
         self.state = State.GATHERED if not ops.travels else State.RESTING
         self.coming: Ticket = DONE
         """For the values on their way to the full buffer."""
-        self.fetching: Ticket = DONE
-        """For a fetch that waits for a refresh."""
-        self.refreshed: Ticket = DONE
-        """For the refresh of P's shard with updated values."""
+        self.issued: dict[Kind, tuple[Lane | None, Ticket]] = {}
+        """The last operation of each kind: the lane that does it, and its ticket."""
         self.refreshing = False
-        """Whether that refresh may still run."""
+        """Whether the last refresh may still run."""
         self.new: set[Flat] = set()
         """Flats for which the last update itself wrote this rank's elements of P."""
 
