@@ -61,7 +61,7 @@ class Carried(Protocol):
 
 @dataclass(frozen=True)
 class Leg:
-    """One hop of a walk, with its link and the key that names the exchange."""
+    """One hop of an operation, with its link and the key that names the exchange."""
 
     hop: Hop
     link: Link
@@ -79,7 +79,7 @@ class Leg:
 
 
 def finish(legs: Sequence[Leg]) -> None:
-    """Return when no other rank reads this rank's buffers any more."""
+    """Wait until no other rank reads this rank's buffers."""
     for leg in legs:
         leg.link.finish()
 
@@ -108,7 +108,7 @@ class Carrier:
         return self._codecs[key]
 
     def scratch(self, role: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Memory for a role, reused by the next use: fresh pages cost more than the work."""
+        """Memory for a role, reused each time: fresh pages would cost more than the work."""
         nbytes = numel * dtype.itemsize
         memory = self._memory.get(role)
         if memory is None or memory.nbytes < nbytes:

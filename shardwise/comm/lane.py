@@ -74,7 +74,7 @@ class ThreadLane:
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        # Inference mode and grad mode are per thread: transfers must never be recorded.
+        # Grad mode is per thread: autograd must never record transfers.
         torch.set_grad_enabled(False)
         while (item := self._queue.get()) is not None:
             work, ticket, meter = item

@@ -35,7 +35,7 @@ class Link(Protocol):
     """The exchange between the members of one hop; ``key`` names what travels (see ``Labels``)."""
 
     kind: str
-    """How members communicate, in words for people."""
+    """How members communicate, as shown to users."""
     size: int
     coordinate: int
 
@@ -60,7 +60,7 @@ class Link(Protocol):
         """
 
     def finish(self) -> None:
-        """Return when no other member needs this rank's buffers of the last exchange any more."""
+        """Wait until no other member needs this rank's buffers of the last exchange."""
 
     def close(self) -> None:
         """Release the link's resources."""

@@ -170,7 +170,7 @@ class LocalLink:
         return [(self.coordinate + i) % self.size for i in range(1, self.size)]
 
     def _post(self, address: int, key: int) -> None:
-        self.finish()  # others may still read the cells of the last exchange
+        self.finish()  # others may still read this rank's cells of the last exchange
         self._count += 1
         board, me = self._board, self.coordinate
         board.set(me, _KEY, key)

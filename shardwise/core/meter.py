@@ -49,7 +49,7 @@ def counting(meter: Meter | None) -> Iterator[None]:
 
 
 def count_sent(key: int, nbytes: int) -> None:
-    """A link has moved bytes of an exchange: as many as this rank sends, and gets."""
+    """Count bytes of an exchange over a link: those that this rank sends, as many as it gets."""
     meter = THREAD.meter
     if meter is not None:
         with _lock:

@@ -1,7 +1,7 @@
-"""What each unit holds on a rank, and the operations by which that changes.
+"""What each unit holds on a rank, and the operations that change it.
 
-Pure Python beside the memory itself: each function here changes what is held and returns the
-operations that make it so. When, is for ``order.py`` to say.
+Pure Python, without the memory itself: each function changes the record of what is held, and
+returns the operations that do the same to the memory. ``order.py`` decides when.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,29 +14,29 @@ from shardwise.plans.walk import Hold, Walk
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What a unit holds on this rank, and for whom."""
+    """What a unit holds on this rank, and who needs it."""
 
     index: int
     ops: UnitOps
     full: bool
     """The full buffer has values, or they are on their way."""
     external: bool
-    """Parameters are read outside their module's forward: gathered for whole passes."""
+    """Its parameters are read outside its module's forward: gathered for whole passes."""
     kept: bool = False
     """The kept rung has current values."""
     fetched: bool = False
-    """P's shard was fetched, and not gathered yet."""
+    """P's shard was fetched but not gathered yet."""
     leases: int = 0
-    """Claims of the order: gathers that were issued and not given up."""
+    """Claims by the order: gathers that were issued and not given up."""
     hold: Hold | None = None
-    """This rank's own claim, while it uses the unit."""
+    """This rank's own claim while it uses the unit."""
     busy: bool = False
-    """Whether calls of the unit run, or are in backward; ``runtime/uses.py`` knows which."""
+    """Whether any call of the unit runs or is in backward; set by ``runtime/uses.py``."""
     source: int | None = None
-    """The rung that the gathers of the current pass start from; None: P's."""
+    """The rung from which the gathers of the current pass start; None: P's."""
 
     def gather(self, *, exact: bool = False) -> list[Op]:
-        """Brings values to the full buffer, from the rung that the pass starts from."""
+        """Brings values to the full buffer, from the rung that is fixed for the pass."""
         ops = self.ops.gather(None if exact else self.source, exact=exact)
         if self.fetched:
             ops = tuple([op for op in ops if op.kind is not Kind.FETCH])
@@ -44,8 +44,8 @@ class Held:
         return list(ops)
 
     def fetch(self) -> list[Op]:
-        """Brings P's shard from its tier, ahead of the gather; nothing where it goes right to the
-        full buffer, whose memory is not there yet."""
+        """Fetches P's shard from its tier ahead of the gather. Nothing if it is read directly into
+        the full buffer, which has no memory yet."""
         if self.full or self.fetched:
             return []
         found = [op for op in self.ops.gather(self.source) if op.target is Place.SHARD]
@@ -69,7 +69,7 @@ class Held:
         return [self.ops.drop(Place.KEPT)]
 
     def discard(self) -> list[Op]:
-        """Drops what was fetched and not gathered."""
+        """Drops what was fetched but not gathered."""
         if not self.fetched:
             return []
         self.fetched = False
@@ -86,7 +86,7 @@ class Held:
 
 
 class Holdings:
-    """What all units of a model hold, and how claims on them end."""
+    """What the units of a model hold, and how claims on them end."""
 
     def __init__(self, units: Sequence[UnitOps], keep_until: str) -> None:
         self.units = [
@@ -96,13 +96,13 @@ class Holdings:
         self.in_backward = False
         self.backward_walk: Walk | None = None
         self.phase = Phase.ONLY
-        """Of the current pass."""
+        """The phase of the current pass."""
         self.opened = 0
-        """How many ``full_params`` are open: then everything stays."""
+        """How many ``full_params`` are open; while any is, nothing is freed."""
         self._keep_until = keep_until
 
     def open(self, unit: int) -> list[Op]:
-        """A unit's values for people: gathered whatever the order says, and exactly."""
+        """Gathers a unit for the user, outside the order and without a lossy wire format."""
         held = self.units[unit]
         return [] if held.full else held.gather(exact=True)
 
@@ -110,12 +110,12 @@ class Holdings:
         return self.units[unit].free()
 
     def changed(self, unit: int) -> list[Op]:
-        """A unit's values change: what is kept and what was fetched is stale."""
+        """A unit's values change: drops what was kept or fetched, which is stale."""
         held = self.units[unit]
         return held.drop_kept() + held.discard()
 
     def release_all(self) -> list[Op]:
-        """Before values change: no gathered copy of the old ones stays."""
+        """Before values change: frees all gathered copies of the old ones."""
         ops: list[Op] = []
         for held in self.units:
             held.hold, held.leases, held.busy = None, 0, False
@@ -126,17 +126,18 @@ class Holdings:
 
     @property
     def keeps_on(self) -> bool:
-        """Whether what is kept outlives the current backward."""
+        """Whether the kept rung stays beyond the current backward."""
         return self._keep_until == "step" and not self.phase.synchronises
 
     def give_back(self, held: Held) -> list[Op]:
-        """Ends this rank's use of a unit; it is freed when no claim is left."""
+        """Ends this rank's use of a unit; the unit is freed when no claim is left."""
         if held.busy or held.external or held.hold is None:
             return []
         last, held.hold = held.hold.last, None
         return self.give_up([held.index]) if last else []
 
     def give_up(self, units: Iterable[int]) -> list[Op]:
+        """Ends one claim of the order on each unit."""
         ops: list[Op] = []
         for index in units:
             held = self.units[index]
@@ -169,6 +170,7 @@ class Holdings:
         return keeps and held.ops.kept_rung == 0
 
     def release_external(self) -> list[Op]:
+        """Frees units that were gathered for the whole pass."""
         ops: list[Op] = []
         for held in self.units:
             if held.external and not held.busy:

@@ -16,12 +16,12 @@ CHUNK_NUMEL = 1 << 22
 
 
 LEAST_COLUMNS = 1 << 15
-"""Elements of a chunk that any one rank gets, at least: with many ranks chunks grow, because
-messages of a few kilobytes would cost a link its latency and nothing else."""
+"""At least this many elements of a chunk go to each rank: with many ranks chunks grow, because
+messages of a few kilobytes cost a link only latency."""
 
 
 def chunk_numel(rows: int) -> int:
-    """Elements of a chunk of so many granules."""
+    """The number of elements of a chunk over ``rows`` granules."""
     return max(CHUNK_NUMEL, rows * LEAST_COLUMNS)
 
 
@@ -31,7 +31,7 @@ def chunk_columns(granule: int, rows: int) -> Iterator[slice]:
     >>> [next(chunk_columns(1 << 24, rows)).stop for rows in (4, 64, 1024)]
     [1048576, 65536, 32768]
     """
-    width = max(1, chunk_numel(rows) // rows // BLOCKS[-1]) * BLOCKS[-1]  # which cuts no block
+    width = max(1, chunk_numel(rows) // rows // BLOCKS[-1]) * BLOCKS[-1]  # cuts no block
     for start in range(0, granule, width):
         yield slice(start, min(start + width, granule))
 
@@ -39,7 +39,7 @@ def chunk_columns(granule: int, rows: int) -> Iterator[slice]:
 def payload_bytes(
     flat: FlatSpec, rungs: Rungs, rung: int, dtype: str, format: Format | None
 ) -> int:
-    """One part of a flat on a rung, as it travels."""
+    """The bytes of one shard of a flat on a rung, as it travels."""
     parts = rungs.ladder.parts[rung]
     if format is None:
         return flat.numel // parts * DTYPE_BYTES[dtype]
@@ -64,5 +64,5 @@ def hops_between(sizes: Sizes, rungs: Rungs, top: int, bottom: int, wire: str) -
 
 
 def shard_bytes(sizes: Sizes, rungs: Rungs, rung: int) -> int:
-    """What a rank has of some flats on a rung."""
+    """The bytes of a rank's shards of some flats on a rung."""
     return sum(payload_bytes(flat, rungs, rung, dtype, None) for flat, dtype in sizes)

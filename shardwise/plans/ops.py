@@ -1,8 +1,8 @@
-"""Operations: the words in which a schedule says what happens, and in which a run is recorded.
+"""Operations: the vocabulary of schedules and of the records of runs.
 
 A *trigger* is a moment of training. It sets off *operations* on units: data that says what moves,
-from where to where, over which hops, how many bytes, on which lane, and what must be over first.
-The runtime executes them, the simulator prices them; neither knows anything that is not in them.
+from where to where, over which hops, how many bytes, on which lane, and what must be done first.
+The runtime executes them and the simulator prices them; both know only what is in them.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from shardwise.core.wire import Format
 
 
 class Phase(StrEnum):
-    """Which pass of a step this is; accumulation makes the difference."""
+    """Which pass of a step this is; passes differ under gradient accumulation."""
 
     ONLY = "only"
-    """The one micro-batch of a step without accumulation."""
+    """The only micro-batch of a step without accumulation."""
     FIRST = "first"
     """The first of several micro-batches under ``no_sync``."""
     MIDDLE = "middle"
@@ -43,7 +43,7 @@ class Trigger(StrEnum):
     AFTER_RECOMPUTE = "after recompute"
     AFTER_BACKWARD = "after backward"
     FIRST_GRAD = "first gradient"
-    """A unit is about to get the first of its gradients: it needs a buffer for them."""
+    """A unit is about to get its first gradient: it needs a buffer for its gradients."""
     GRADS_READY = "gradients ready"
     END_BACKWARD = "end backward"
     STEP = "step"
@@ -65,35 +65,35 @@ class Kind(StrEnum):
     """What an operation does."""
 
     FETCH = "fetch"
-    """This rank's shard of P comes from the tier where it rests."""
+    """Reads this rank's shard of P from its tier."""
     GATHER = "gather"
-    """All-gather: parameters climb from the rung that is held to rung 0, the full buffer."""
+    """All-gather: parameters climb from the held rung to rung 0, the full buffer."""
     KEEP = "keep"
-    """The kept rung is copied out of the full buffer, which is about to go."""
+    """Copies the kept rung out of the full buffer before that is freed."""
     FREE = "free"
-    """The full buffer goes back to its pool."""
+    """Returns the full buffer to its pool."""
     DROP = "drop"
-    """What is kept or was fetched goes: it is stale, or nobody needs it any more."""
+    """Drops what was kept or fetched: it is stale or not needed any more."""
     SAVE = "save"
-    """The inputs of a unit's call go to the tier where activations rest."""
+    """Writes the inputs of a unit's call to the tier of activations."""
     LOAD = "load"
-    """They come back, for the unit's backward."""
+    """Reads the inputs back for the unit's backward."""
     COLLECT = "collect"
-    """Autograd's gradients are copied into the unit's full gradient buffer, one by one."""
+    """Copies autograd's gradients into the unit's full gradient buffer, one by one."""
     REDUCE = "reduce"
     """Reduce-scatter: gradients descend, summed at each hop."""
     REPLICATE = "replicate"
     """Summed gradients climb back to the replicas that share them."""
     STORE = "store"
-    """Summed gradients go to the tier where they rest."""
+    """Writes summed gradients to their tier."""
     UPDATE = "update"
     """The optimizer updates this rank's shard of the master weights."""
     REFRESH = "refresh"
-    """Updated parameters go from the master to P's shard, and climb from OS's rung to P's."""
+    """Copies updated parameters from the master to P's shard; they climb from OS's rung to P's."""
 
 
 class Lane(StrEnum):
-    """Which queue does an operation. Each is in order; they run beside one another."""
+    """The queue that runs an operation. Each queue is in order; queues run concurrently."""
 
     COMPUTE = "compute"
     """The program itself."""
@@ -116,7 +116,7 @@ class Place(StrEnum):
     MASTER = "master weights"
     GRADS = "full gradients"
     HELD = "held gradients"
-    """What micro-batches under ``no_sync`` add up, on G's rung."""
+    """Gradients accumulated under ``no_sync``, on G's rung."""
     SUMS = "summed gradients"
     """On OS's rung."""
     INPUTS = "inputs"
@@ -133,12 +133,12 @@ class Hop:
     sent_bytes: int
     """What each rank sends (and receives) on this hop."""
     format: Format | None = None
-    """The wire format; None: every flat as it is."""
+    """The wire format; None: every flat travels raw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation on one unit, with the hops that it walks in order."""
+    """One operation on one unit, with its hops in order."""
 
     kind: Kind
     unit: str
@@ -151,19 +151,19 @@ class Op:
     writes: int = 0
     """Bytes that a rank writes to ``tier``."""
     after: tuple[Kind, ...] = ()
-    """The unit's operations of these kinds that were issued before must be over first."""
+    """Earlier operations of the unit of these kinds must be done first."""
     tier: str = "device"
     crossing: tuple[int, int] = (0, 0)
-    """Of an update by a host whose states rest on a disk: gradients that come from the device, and
-    the new parameters that go back."""
+    """For an update on the host with states on a disk: bytes of gradients that come from the
+    device, and of new parameters that go back."""
     copies: int = 0
-    """Bytes that are copied within memory, or as long to add: beside what hops and codecs do."""
+    """Bytes that are copied or added within memory, without those of hops and codecs."""
     adds: tuple[bool, ...] = ()
-    """Of a reduction, by trained flat: whether it adds to what its target holds."""
+    """For a reduction, per trained flat: whether it adds to the values in its target."""
     joins: tuple[bool, ...] = ()
-    """Of a reduction, by trained flat: whether what micro-batches have held joins on G's rung."""
+    """For a reduction, per trained flat: whether held gradients are added on G's rung."""
     overlaps: bool = False
-    """Whether the last hop travels on the outer lane, beside the inner hops of later chunks."""
+    """Whether the last hop runs on the outer lane, beside the inner hops of later chunks."""
 
     @property
     def sent_bytes(self) -> int:
@@ -171,5 +171,5 @@ class Op:
 
     @property
     def moved_bytes(self) -> int:
-        """What a rank moves between memory and a tier, both ways together."""
+        """Bytes that a rank moves between memory and a tier, in both directions."""
         return self.reads + self.writes

@@ -1,14 +1,14 @@
-"""The issuer: which operations are issued at a trigger, and what must be there before going on.
+"""The issuer: which operations are issued at a trigger, and what must be ready before going on.
 
-The one place that decides, for the runtime and for the simulator alike. At run time hooks fire the
-triggers and ``runtime/execute.py`` does what is issued; ``expected.py`` fires those of an expected
-pass, whose events are priced, printed and compared with what happened. Pure Python: it knows what
-each unit holds, never the memory that holds it.
+It alone decides, for the runtime and for the simulator. At run time hooks fire the triggers, and
+``runtime/execute.py`` executes what is issued. ``expected.py`` fires the triggers of an expected
+pass, whose events are priced, printed and compared with what happened. It is pure Python: it knows
+what each unit holds, but not the memory.
 
 [Note: Distances]
-Parameters are gathered ``prefetch`` units ahead of their use; what rests on a tier is fetched as
-many units before that. In backward a gather ahead waits until a unit has given its buffer back: the
-gradient that ends one unit's backward begins the next one's first, and for that moment both are
+Parameters are gathered ``prefetch`` units ahead of their use. Shards on a tier are fetched the same
+number of units before that. In backward a gather ahead waits until a unit has freed its buffer: a
+gradient begins the next unit's backward before it ends the current one's, so for a moment both are
 gathered. At most ``REDUCTIONS_IN_FLIGHT`` units' full gradients travel while another one fills.
 """
 
@@ -29,43 +29,43 @@ BACKWARD = "backward"
 
 
 class Asks(Enum):
-    """What all ranks must agree on before the issuer can go on."""
+    """What all ranks must agree on before this rank can go on."""
 
     NOTHING = 0
     FIRST_USE = 1
-    """The pass is being recorded: whose turn it is."""
+    """The pass is being recorded: agree on the unit to gather next."""
     EXTRA_USE = 2
-    """A use beyond the recorded order: that all want it."""
+    """A use beyond the recorded order: all ranks must want it."""
 
 
 @dataclass(slots=True)
 class Issue:
-    """What a trigger sets off, in this order."""
+    """What a trigger sets off, in the order of these fields."""
 
     finish: int = 0
-    """So many of the oldest reductions under way must be over first."""
+    """How many of the oldest reductions in flight must be done first."""
     ops: list[Op] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    """Units that this rank passed by in backward: others may wait for its zeros."""
+    """Units that this rank skipped in backward: other ranks may wait for its zeros."""
     later: list[Op] = field(default_factory=list)
-    """Operations that may have to wait for others of this rank: after all that ranks share."""
+    """Operations that may wait for others of this rank, so they come after all shared ones."""
     wait: int | None = None
-    """The unit whose values must be there at last."""
+    """The unit whose values must be ready at the end."""
     asks: Asks = Asks.NOTHING
 
 
 class Issuer(Holdings):
-    """Decides for one model on one rank."""
+    """Decides which operations are issued, for one model on one rank."""
 
     def __init__(self, units: Sequence[UnitOps], prefetch: int, keep_until: str) -> None:
         super().__init__(units, keep_until)
         self.walks: dict[str, Walk] = {}
         self.walk: Walk | None = None
-        """Of the forward that runs."""
+        """The walk of the running forward."""
         self.makes_graph = False
-        """Whether backward makes a graph of its own, so that another one will need the values."""
+        """Whether backward makes a graph itself, so that another backward needs the values."""
         self.in_flight = 0
-        """Reductions that were issued and not finished."""
+        """The number of reductions that were issued and not finished."""
         self._prefetch = prefetch
         self._travels = any(unit.travels for unit in units)
         self._fetches = any(unit.plan.params.tier != "device" for unit in units)
@@ -80,17 +80,17 @@ class Issuer(Holdings):
         }
 
     def on(self, trigger: Trigger, unit: int) -> Issue:
-        """What a moment in the use of a unit sets off."""
+        """What a trigger of a unit sets off."""
         return self._rules[trigger](self.units[unit])
 
     # --- passes -------------------------------------------------------------------------------
 
     def begin(self, kind: str, phase: Phase) -> Issue:
-        """A pass begins: the first units are gathered, and those that stay for all of it.
+        """Begins a pass: gathers the first units, and those that stay for the whole pass.
 
-        All its gathers start from what is held now, not from what this rank happens to hold when
-        it issues one: ranks that use units differently keep and drop them at other moments, and
-        would take other hops.
+        All gathers of the pass start from what is held now, not from what this rank holds when it
+        issues one. Ranks that use units differently keep and drop them at different moments, and
+        would otherwise take different hops.
         """
         self.phase = phase
         if kind == BACKWARD:
@@ -105,7 +105,7 @@ class Issuer(Holdings):
         issue = Issue()
         for held in self.units:
             held.fix_source()
-        for held in self.units:  # root first: its forward surrounds the others'
+        for held in self.units:  # root first: its forward encloses the others'
             if held.external and held.ops.travels and not held.full:
                 issue.ops += held.gather()
         issue.ops += self._issue_all(walk.begin())
@@ -113,8 +113,8 @@ class Issuer(Holdings):
         return issue
 
     def end_walk(self, walk: Walk) -> Issue:
-        """This rank uses nothing more in a pass: gathers that it still owes others, and the end of
-        its claims."""
+        """Ends a pass on this rank: the gathers that it still owes others, and the end of its
+        claims."""
         if walk is self.walk:
             self.walk = None
         if walk is self.backward_walk:
@@ -131,18 +131,18 @@ class Issuer(Holdings):
         return issue
 
     def end_forward(self) -> Issue:
-        """The model's forward is over: without a backward to come, what stayed for it goes."""
+        """The model's forward is over: without a backward, what stayed for one is freed."""
         return Issue(later=self.release_external() if self.phase is Phase.EVAL else [])
 
     def end_backward(self) -> Issue:
-        """All gradients are reduced: what was there for this backward goes."""
+        """All gradients are reduced: frees what was gathered for this backward."""
         issue = Issue(finish=self.in_flight)
         self.in_flight = 0
         self.in_backward = False
         if self.makes_graph:
             self.makes_graph = False
-            return issue  # the next backward frees what this one leaves
-        self.in_backward = True  # what is freed here is freed as in backward
+            return issue  # the next backward frees what this one keeps
+        self.in_backward = True  # so that freeing follows the rules of backward
         for held in self.units:
             issue.later += self.give_back(held)
             if not self.keeps_on:
@@ -154,7 +154,7 @@ class Issuer(Holdings):
     # --- uses beyond the recorded order -------------------------------------------------------
 
     def agreed(self, unit: int, *, needed: bool, walk: Walk | None) -> Issue:
-        """While a pass is recorded: all ranks gather a unit now, this one because it needs it."""
+        """While recording: all ranks gather a unit now; ``needed``: this rank uses it."""
         if walk is not None:
             walk.recording.append(unit)
         issue = Issue(ops=self._issue_all([unit]))
@@ -163,9 +163,9 @@ class Issuer(Holdings):
         return issue
 
     def extra(self, unit: int) -> Issue:
-        """All ranks have agreed on a use beyond the order.
+        """Gathers a unit for a use beyond the order, which all ranks agreed on.
 
-        From P's own rung: what is kept of the unit may be gone already on some ranks.
+        From P's own rung, because some ranks may have dropped the kept rung already.
         """
         held = self.units[unit]
         issue = Issue(later=[])
@@ -176,25 +176,25 @@ class Issuer(Holdings):
         return issue
 
     def stays(self, unit: int) -> None:
-        """A unit's parameters are read outside its module: from now on it stays for passes."""
+        """A unit's parameters are read outside its module: it now stays for whole passes."""
         held = self.units[unit]
         if not held.external:
             held.external = True
             for walk in self.walks.values():
-                walk.stale = True  # recorded anew, without this unit
+                walk.stale = True  # record again, without this unit
 
     # --- gradients and the step ---------------------------------------------------------------
 
     def limit(self) -> Issue:
-        """Another full gradient buffer is needed."""
+        """A full gradient buffer is needed: finish the oldest reductions if too many travel."""
         finish = max(0, self.in_flight - REDUCTIONS_IN_FLIGHT + 1)
         self.in_flight -= finish
         return Issue(finish=finish)
 
     def ready(self, unit: int, held: Holds | None = None, summed: Holds | None = None) -> Issue:
-        """A unit's gradients are complete; ``held`` and ``summed``: what rests already.
+        """A unit's gradients are complete; ``held`` and ``summed``: see ``UnitOps.ready``.
 
-        Where nothing else ends its calls in backward, they are over now.
+        This also ends those of its calls in backward that nothing else ends.
         """
         self.in_flight += 1
         synchronises = self.phase.synchronises
@@ -203,11 +203,11 @@ class Issuer(Holdings):
         return issue
 
     def update_early(self, unit: int) -> list[Op]:
-        """Backward updates a unit: see [Note: Update in backward] in ``runtime/early.py``."""
+        """Updates a unit in backward: see [Note: Update in backward] in ``runtime/early.py``."""
         return [op for op in self.units[unit].ops.update() if op.kind is Kind.UPDATE]
 
     def step(self, *, updated: Iterable[int] = ()) -> list[Issue]:
-        """The optimizer steps: unit by unit, its update (unless backward made it) and refresh."""
+        """The optimizer steps: per unit its update, unless backward made it, and its refresh."""
         early = set(updated)
         found = []
         for held in self.units:
@@ -255,14 +255,14 @@ class Issuer(Holdings):
         return issue
 
     def _ahead(self, held: Held) -> list[Op]:
-        """After a use: in backward later, see [Note: Distances]."""
+        """Gathers ahead after a use; in backward later, see [Note: Distances]."""
         walk = self.backward_walk if self.in_backward else self.walk
         if held.external or walk is None or (self.in_backward and not walk.is_fresh):
             return []
         return self._gather_ahead(walk)
 
     def _after_recompute(self, held: Held) -> Issue:
-        """Backward needs next what was recomputed; but of tiles the last ones first."""
+        """Backward uses a recomputed unit next; but of tiles it uses the last ones first."""
         if held.ops.is_tile and held.hold is not None and not held.hold.kept:
             return self._after_backward(held)
         return Issue()

@@ -1,4 +1,4 @@
-"""A unit under a plan: its states' rungs, and what a rank has of it on each."""
+"""A unit under a plan: the rungs of its states, and the bytes that a rank has on each."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,19 @@ def trained_flats(unit: UnitSpec) -> tuple[FlatSpec, ...]:
 
 
 def travels(rungs: Rungs, plan: Plan) -> bool:
-    """Whether a unit's parameters come and go: they rest as shards, or on another tier."""
+    """Whether a unit's parameters are gathered and freed: they are sharded or on another tier."""
     return rungs.params > 0 or plan.params.tier != "device"
 
 
 def kept_rung(rungs: Rungs, plan: Plan, *, encloses: bool) -> int | None:
-    """What stays in memory of gathered parameters after forward; None: nothing but P's shard."""
+    """The rung of gathered parameters that stays after forward; None: only P's shard stays."""
     if encloses or plan.keep == "full":
         return 0
     return rungs.keep if rungs.keep < rungs.params else None
 
 
 def updates_in_windows(plan: Plan, rungs: Rungs, dtype: str) -> bool:
-    """Whether the update borrows slices of what it works on, because some of it is on a tier."""
+    """Whether the update works on borrowed slices, because some state is on a tier."""
     if plan.grads.tier != "device" or plan.optim.tier != "device":
         return True
     return plan.params.tier == "nvme" and not has_master(plan, rungs, dtype)
@@ -35,7 +35,7 @@ def updates_in_windows(plan: Plan, rungs: Rungs, dtype: str) -> bool:
 class Placed:
     """One unit with its plan resolved.
 
-    ``encloses`` marks the root unit: its forward surrounds all others', so that its parameters stay
+    ``encloses`` marks the root unit: its forward encloses all others, so its parameters stay
     gathered from the beginning of forward to the end of backward.
     """
 
@@ -47,19 +47,19 @@ class Placed:
         self.kept_rung = kept_rung(rungs, plan, encloses=encloses)
         away = plan.grads.tier != "device" or plan.optim.tier != "device"
         self.updates_early = plan.tiers.update == "backward" and away and not encloses
-        """Whether the update runs beside backward; the root's gradients are its very last."""
+        """Whether the update runs beside backward; not for the root, whose gradients come last."""
 
     @property
     def sends_differences(self) -> bool:
-        """Whether a refresh tells others how the new values differ from the old."""
+        """Whether a refresh sends the differences of the new values to the old."""
         return any(hop.format is not None and hop.format.delta for hop in self.climb())
 
     def bytes(self, flats: Sequence[FlatSpec], use: str, rung: int) -> int:
-        """What a rank has of some flats on a rung, in the dtype of a use."""
+        """The bytes of a rank's shards of some flats on a rung, in the dtype of a use."""
         return shard_bytes(self.sizes(flats, use), self.rungs, rung)
 
     def sizes(self, flats: Sequence[FlatSpec], use: str) -> Sizes:
-        """Flats with the dtype that a use has them in: ``compute``, ``reduce`` or ``master``."""
+        """Flats with their dtype for a use: ``compute``, ``reduce`` or ``master``."""
         dtype = getattr(self.plan.precision, f"{use}_dtype")
         return [(flat, dtype(flat.dtype)) for flat in flats]
 
@@ -87,5 +87,5 @@ class Placed:
 
 
 def climbing(hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
-    """Hops from the top down, as values climb them."""
+    """Hops given from the top down, in the order in which values climb them."""
     return tuple(reversed(hops))

@@ -1,8 +1,8 @@
-"""Every operation of a unit under a plan, as data: the one description of what a plan does.
+"""Every operation of a unit under a plan, as data: the only description of what a plan does.
 
-``UnitOps`` has the operations by what sets them off. Which of them are issued when is for the
-issuer to say (``order.py``), which the runtime and the simulator share; ``expected.py`` drives it
-through a whole pass, for ``explain``, for the simulator and for tests.
+``UnitOps`` makes the operations. The issuer (``order.py``) decides which of them are issued when;
+the runtime and the simulator share it. ``expected.py`` drives it through a whole pass, for
+``explain``, for the simulator and for tests.
 """
 
 from collections.abc import Hashable, Iterable
@@ -19,13 +19,13 @@ from shardwise.plans.updates import OPTIM_WORDS, update_ops
 Ops = tuple[Op, ...]
 
 _HAVE_VALUES = (Kind.FETCH, Kind.GATHER, Kind.REFRESH)
-"""What brings values to the full buffer."""
+"""The kinds that bring values to the full buffer."""
 
 
 def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
-    """The last hop of an encoded reduction of several: it overlaps the inner hops of later chunks.
+    """The step of a reduction's last hop, if it overlaps the inner hops of later chunks.
 
-    None where nothing is encoded, and where replicas get the sums back: they wait for it.
+    None if nothing is encoded, if there is one hop, or if replicas wait for the sums.
     """
     ops = UnitOps(unit, rungs, plan)
     reduce = next((op for op in ops.ready() if op.kind is Kind.REDUCE), None)
@@ -33,7 +33,7 @@ def outer_step(unit: UnitSpec, rungs: Rungs, plan: Plan) -> int | None:
 
 
 class UnitOps(Placed):
-    """The operations of one unit. Each is made once, when it is first asked for."""
+    """The operations of one unit. Each is made once, when first asked for."""
 
     def __init__(
         self,
@@ -50,22 +50,22 @@ class UnitOps(Placed):
         self._alike: UnitOps | None = None
 
     def named(self, unit: UnitSpec) -> "UnitOps":
-        """The same for an alike unit, which has these operations under its own name."""
+        """The operations of an identical unit: the same, under its own name."""
         found = UnitOps(unit, self.rungs, self.plan, encloses=self.encloses)
         found._optim_words, found._alike = self._optim_words, self
         return found
 
     def with_optim_words(self, count: int) -> None:
-        """Learns what the optimizer really stores for an element."""
+        """Sets how many words the optimizer really stores per element."""
         self._optim_words = count
         self._made.clear()
 
     # --- parameters ---------------------------------------------------------------------------
 
     def gather(self, source: int | None = None, *, exact: bool = False) -> Ops:
-        """How parameters get to the full buffer: from a rung that is held, or (None) from P.
+        """Brings parameters to the full buffer: from a held rung, or (None) from P.
 
-        ``exact`` is for people who look at values, or change them: nothing is lost on the way.
+        ``exact``: without a lossy wire format, for users who read or write values.
         """
         return self._once("_gather", source, exact)
 
@@ -78,7 +78,7 @@ class UnitOps(Placed):
         return self._once("_free")[0]
 
     def drop(self, what: Place) -> Op:
-        """``KEPT``, or ``SHARD``: what was fetched and not gathered."""
+        """Drops ``KEPT``, or ``SHARD``: what was fetched but not gathered."""
         return self._once("_drop", what)[0]
 
     # --- gradients ----------------------------------------------------------------------------
@@ -88,14 +88,14 @@ class UnitOps(Placed):
     ) -> Ops:
         """What is done with a unit's complete gradients.
 
-        ``held`` and ``summed`` say what rests already: accumulated by micro-batches on G's rung,
-        and reduced, on OS's.
+        ``held`` and ``summed`` tell which flats already have gradients: accumulated by
+        micro-batches on G's rung, and reduced on OS's.
         """
         nothing = (False,) * len(self.trained)
         return self._once("_ready", synchronises, held or nothing, summed or nothing)
 
     def update(self) -> Ops:
-        """The optimizer's update, and the way of the new values to P's rung."""
+        """The optimizer's update, and the refresh of P with the new values."""
         return self._once("_update")
 
     # --- inside -------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class UnitOps(Placed):
         rung = rungs.params if source is None else source
         own = self.bytes(self.unit.flats, "compute", rung)
         if source is None and plan.params.tier != "device":
-            # With P in full on the tier there is nothing to climb: it goes where it is used.
+            # If the tier has P in full there is no hop: it is read into the full buffer.
             target = Place.FULL if rung == 0 else Place.SHARD
             yield self.op(
                 Kind.FETCH, Lane.TIER, Place.SHARD, target, reads=own,

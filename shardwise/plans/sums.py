@@ -1,4 +1,4 @@
-"""What is done with a unit's complete gradients: collected, reduced, replicated, stored."""
+"""Operations on a unit's complete gradients: collect, reduce, replicate, store."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,10 +7,11 @@ from shardwise.plans.ops import Kind, Lane, Op, Place
 from shardwise.plans.placed import Placed, climbing
 
 Holds = tuple[bool, ...]
-"""By trained flat: whether something rests there to add to."""
+"""Per trained flat: whether there are gradients to add to."""
 
 
 def ready_ops(unit: Placed, synchronises: bool, held: Holds, summed: Holds) -> Iterable[Op]:
+    """See ``UnitOps.ready``."""
     if not unit.trained:
         return
     grads = unit.bytes(unit.trained, "reduce", 0)
@@ -22,7 +23,7 @@ def ready_ops(unit: Placed, synchronises: bool, held: Holds, summed: Holds) -> I
 
 
 def _hold(unit: Placed, held: Holds) -> Iterable[Op]:
-    """Under ``no_sync``: the hops stop at G's rung, where micro-batches add up."""
+    """Under ``no_sync``: the hops stop at G's rung, where micro-batches accumulate."""
     rungs, tier = unit.rungs, unit.plan.grads.tier
     rests = unit.bytes(unit.trained, "master", rungs.grads)
     adding = unit.bytes(_chosen(unit.trained, held), "master", rungs.grads)
@@ -30,7 +31,7 @@ def _hold(unit: Placed, held: Holds) -> Iterable[Op]:
     away = tier != "device"
     yield unit.op(
         Kind.REDUCE, Lane.REDUCE, Place.GRADS, Place.HELD, hops=hops, adds=held,
-        # Hops write where sums are held; adding reads what they write to as well.
+        # Hops write into the held gradients; adding also reads these.
         copies=(0 if hops else rests) + adding // 2,
         reads=adding if away else 0, tier=tier, after=(Kind.COLLECT,),
     )  # fmt: skip
@@ -42,9 +43,9 @@ def _hold(unit: Placed, held: Holds) -> Iterable[Op]:
 
 
 def _sum(unit: Placed, held: Holds, summed: Holds) -> Iterable[Op]:
-    """The hops go on to the bottom, so that each element is summed in exactly one place.
+    """The hops go on to the bottom rung, so that each element is summed in exactly one place.
 
-    Replicas of OS's shard get it back from there: all of them the same bits.
+    Replicas of an OS shard get the sums from there, so all have equal bits.
     """
     rungs, tier = unit.rungs, unit.plan.grads.tier
     joins = held if rungs.grads != rungs.bottom else (False,) * len(held)
@@ -54,12 +55,12 @@ def _sum(unit: Placed, held: Holds, summed: Holds) -> Iterable[Op]:
     hops, away = unit.down(0, rungs.bottom), tier != "device"
     replicates = rungs.optim != rungs.bottom
     overlaps = not replicates and len(hops) > 1 and any(hop.format for hop in hops)
-    # Alone, a rank sums piece by piece on the way to a disk: no hop needs sums as a whole.
+    # Without hops, a rank sums piece by piece on the way to a disk.
     in_pieces = tier == "nvme" and rungs.bottom == 0
     inner = [hop for hop in hops if hop.step < rungs.grads]
     yield unit.op(
         Kind.REDUCE, Lane.REDUCE, Place.GRADS, Place.SUMS, hops=hops, adds=summed, joins=joins,
-        # What was held is added to, and goes back to where it travels on from.
+        # The sum with the held gradients is copied back to the buffer that it travels from.
         copies=adding // 2 + joining // 2 + joining + (0 if inner else joining),
         reads=joining + adding if away else 0, writes=rests if in_pieces else 0,
         tier=tier, after=(Kind.COLLECT,), overlaps=overlaps,

@@ -1,4 +1,4 @@
-"""The optimizer's update of a unit, and the way of the new values to P's rung."""
+"""The optimizer's update of a unit, and the refresh of P with the new values."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,11 @@ from shardwise.plans.placed import Placed, updates_in_windows
 from shardwise.plans.plan import has_master
 
 OPTIM_WORDS = 2
-"""What the optimizer is taken to store for an element; Adam's kin have two."""
+"""How many words the optimizer is assumed to store per element; Adam stores two."""
 
 
 def update_ops(unit: Placed, optim_words: int) -> Iterable[Op]:
+    """See ``UnitOps.update``."""
     if not unit.trained:
         return
     moves = _UpdateMoves()
@@ -31,10 +32,10 @@ def update_ops(unit: Placed, optim_words: int) -> Iterable[Op]:
 
 
 def _move(unit: Placed, flat: FlatSpec, moves: "_UpdateMoves", optim_words: int) -> None:
-    """What the update of a flat reads from tiers and writes there.
+    """Adds the bytes that the update of a flat reads from tiers and writes to them.
 
-    States in host memory are updated where they are: only gradients come, and the new P leaves.
-    Those on a disk are updated in host memory as well, where gradients and P may be already.
+    States in host memory are updated in place: only gradients come in, and the new P goes out.
+    States on a disk are updated in host memory as well, where gradients and P may already be.
     """
     plan, rungs = unit.plan, unit.rungs
     params, grads, optim = plan.params.tier, plan.grads.tier, plan.optim.tier
@@ -56,7 +57,7 @@ def _move(unit: Placed, flat: FlatSpec, moves: "_UpdateMoves", optim_words: int)
     here = {"device", "cpu"} if optim == "nvme" else {"device"}
     moves.reads += word if grads not in here else 0
     if params not in here:
-        moves.reads += own if not separate else 0  # P itself is the master
+        moves.reads += own if not separate else 0  # then P itself is the master
         moves.writes += own if not separate or copies_out else 0
 
 
@@ -70,7 +71,7 @@ def _refresh(unit: Placed) -> Op | None:
         windowed = updates_in_windows(plan, rungs, flat.dtype)
         own_is_new = windowed and not by_difference
         if not hops and (own_is_new or not separate):
-            continue  # the update itself wrote P
+            continue  # the update itself has written P
         works = True
         shard = unit.bytes([flat], "compute", rungs.params)
         from_master = by_difference or (separate and not own_is_new)

@@ -1,41 +1,41 @@
 """The order in which units are used: recorded once, then followed by every rank.
 
 A walk is one kind of pass (forward, forward without gradients, backward). Its first pass is
-recorded with all ranks agreeing on every use. From then on gathers are issued in the recorded
-order, ahead of their use, whatever this rank does: a unit that it skips is gathered all the same,
-because others may need its part. Everything here is a pure function of the recorded order and of
+recorded, with all ranks agreeing on every use. Later passes issue gathers in the recorded order,
+ahead of their use, whatever this rank does: a unit that this rank skips is gathered all the same,
+because others may need its shard. Everything here is a pure function of the recorded order and of
 this rank's uses, so that all ranks issue the same gathers.
 """
 
 from dataclasses import dataclass, field
 
 _MAX_SKIPPED_HELD = 4
-"""Skipped units are held this long in case this rank uses them in another order."""
+"""This many skipped units stay gathered, in case this rank uses them in another order."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A claim on a gathered unit; ``last`` claims are given back after the use."""
+    """A claim on a gathered unit; a ``last`` claim ends after the use."""
 
     last: bool
     kept: bool = False
-    """Held in full since forward: no walk brings it back, so it stays for all backward calls."""
+    """Kept in full since forward: no walk gathers it again, so it stays for all backward calls."""
 
 
 @dataclass
 class Walk:
-    """The recorded order of one kind of pass, and how far the current pass has come."""
+    """The recorded order of one kind of pass, and the position of the current pass in it."""
 
     prefetch: int
     order: list[int] | None = None
-    """Units in the order of their use; None until the first pass was recorded."""
+    """Units in the order of their use; None until a pass was recorded."""
     recording: list[int] = field(default_factory=list)
     extra: int = 0
-    """Uses of the current pass beyond the order; agreed on by all ranks, one by one."""
+    """Uses of the current pass beyond the order; all ranks agreed on each."""
     skipped: int = 0
-    """Gathers that this rank issued for others only, in the current pass."""
+    """Gathers of the current pass that this rank issued only for others."""
     stale: bool = False
-    """The units of the walk changed (the same on all ranks): record the next pass anew."""
+    """Whether the order no longer fits, on all ranks alike: record the next pass again."""
     _used: int = 0
     _issued: int = 0
     _gathers: list[bool] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Walk:
     _held: list[int] = field(default_factory=list)
 
     def begin(self) -> list[int]:
-        """Starts a pass; returns the units to gather first."""
+        """Begins a pass; returns the units to gather first."""
         if self.stale:
             self.forget()
         self._used = self._issued = self.extra = self.skipped = 0
@@ -52,14 +52,14 @@ class Walk:
         return self._issue(self.prefetch)
 
     def record_unseen(self, units: list[int], *, descending: bool) -> None:
-        """Adds units that no rank used, each before the first that follows it in the model."""
+        """Adds units that no rank used, each before the first unit that follows it in the model."""
         sign = -1 if descending else 1
         for unit in sorted(units, key=lambda unit: sign * unit):
             later = (i for i, u in enumerate(self.recording) if sign * u > sign * unit)
             self.recording.insert(next(later, len(self.recording)), unit)
 
     def finish_recording(self) -> None:
-        """The recorded uses become the order."""
+        """Makes the recorded uses the order."""
         self.order = list(self.recording)
         self.recording.clear()
         near = max(self.prefetch, 1)
@@ -67,21 +67,21 @@ class Walk:
         self._gathers = [True] * len(self.order)
         self._releases = [True] * len(self.order)
         for i, unit in enumerate(self.order):
-            # Used again before it would have been freed: one gather serves both uses.
+            # Used again before it would be freed: one gather serves both uses.
             if unit in last_seen and i - last_seen[unit] <= near:
                 self._gathers[i] = False
                 self._releases[last_seen[unit]] = False
             last_seen[unit] = i
 
     def forget(self) -> None:
-        """The order no longer fits: record the next pass."""
+        """Forgets the order, so that the next pass is recorded."""
         self.order = None
         self.stale = False
         self._gathers.clear()
         self._releases.clear()
 
     def use(self, unit: int) -> "Use":
-        """This rank uses a unit that it does not hold yet: what to gather, what to give up."""
+        """This rank uses a unit that it does not hold: what to gather and what to give up."""
         assert self.order is not None
         try:
             position = self.order.index(unit, self._used)
@@ -102,15 +102,15 @@ class Walk:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the pass has used only one unit yet."""
+        """Whether the pass has used at most one unit yet."""
         return self._used <= 1
 
     def ahead(self) -> list[int]:
-        """The gathers to begin before their use; asked for when memory has just become free."""
+        """The gathers to issue ahead of use; asked for when memory has become free."""
         return self._issue(self._used + self.prefetch)
 
     def beyond(self, count: int) -> list[int]:
-        """The next units after those whose gathers were issued; they may come from their tier."""
+        """The next units after those whose gathers were issued; their shards may be fetched."""
         if self.order is None:
             return []
         return self.order[self._issued : self._issued + count]
@@ -140,12 +140,12 @@ class Walk:
 
 @dataclass(frozen=True)
 class Use:
-    """What a use asks for."""
+    """What a use of a unit requires."""
 
     gathers: list[int] | None
-    """Units to gather, in this order; None: all ranks must agree on this one."""
+    """Units to gather, in this order; None: all ranks must agree on this use."""
     given_up: list[int]
-    """Units that were gathered for other ranks and are not held any longer."""
+    """Units that were gathered only for other ranks, and can be freed."""
     skipped: list[int]
-    """Units that this rank passed by in the order; it may still use them, out of order."""
+    """Units of the order that this rank skipped; it may still use them out of order."""
     hold: Hold

@@ -1,10 +1,10 @@
-"""What ranks agree on when no recorded order tells them what to do next.
+"""How ranks agree on the next operation when there is no recorded order to follow.
 
-Every rank proposes, all ranks do so together, and each draws the same conclusion from all the
-proposals. Nothing is gathered or reduced here: the runtime does what was agreed.
+All ranks exchange proposals and draw the same conclusion from them. Nothing is gathered or reduced
+here: the runtime does what was agreed.
 
-While a pass is recorded, ranks may propose different things, and all have their turn. For a use
-beyond the recorded order all must propose the same unit.
+While a pass is recorded, ranks may propose different units, and each gets its turn. For a use
+beyond the recorded order, all ranks must propose the same unit.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from shardwise.core.errors import SyncError
 from shardwise.runtime.unit import Unit
 
 _END = -1
-"""What a rank proposes when it has nothing more to do in a recorded pass."""
+"""Proposed by a rank that has nothing more to do in the pass being recorded."""
 _REDUCES = 1 << 32
-"""Added to a unit's index when a rank proposes to reduce it, rather than to gather it."""
+"""Added to a unit's index when a rank proposes to reduce the unit instead of gathering it."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do next in a recorded pass."""
+    """What all ranks do next in a pass that is being recorded."""
 
     gather: Unit | None
     reduces: list[Unit]
     ends: bool
-    """No rank proposed anything more."""
+    """Whether all ranks proposed the end."""
 
 
 class Agreement:
@@ -37,23 +37,23 @@ class Agreement:
     def __init__(self, control: Control, units: list[Unit]) -> None:
         self._control, self._units = control, units
         self.diverged = False
-        """Whether ranks were seen to use units differently; known to all of them."""
+        """Whether ranks used units differently; the same value on all ranks."""
 
     def on_use(self, unit: Unit | None, *, descending: bool) -> Agreed:
-        """While recording: proposes the unit that this rank needs next; None for the end."""
+        """While recording: propose the unit that this rank needs next, or None for the end."""
         if unit is None:
             return self._propose(_END, "the end of a recorded pass", descending)
         return self._propose(unit.index, f"first use of unit '{unit.name}'", descending)
 
     def on_reduction(self, unit: Unit | None, *, descending: bool) -> Agreed:
-        """While recording: proposes the unit whose gradients are complete; None for the end."""
+        """While recording: propose the unit whose gradients are complete, or None for the end."""
         if unit is None:
             return self._propose(_END, "end of the first backward", descending)
         what = f"reduction of unit '{unit.name}'"
         return self._propose(_REDUCES + unit.index, what, descending)
 
     def on_extra_use(self, unit: Unit) -> None:
-        """A use beyond the order: all ranks must want the same unit now."""
+        """A use beyond the order: all ranks must want the same unit now, otherwise raise."""
         proposals = self._exchange(unit.index, f"use of unit '{unit.name}' beyond the order")
         if len(set(proposals)) > 1:
             wants = ", ".join(
@@ -65,9 +65,9 @@ class Agreement:
             )
 
     def _propose(self, proposal: int, what: str, descending: bool) -> Agreed:
-        """Of several units to gather, the one that comes first in the model has its turn (last, if
-        descending), and who needs another proposes it anew: so ranks that skip units record each
-        unit once, in order.
+        """If ranks propose to gather different units, the first one in the model wins (the last one
+        if descending), and the other ranks propose theirs again. So each unit is recorded once and
+        in order, even if some ranks skip units.
         """
         proposals = set(self._exchange(proposal, what))
         self.diverged |= len(proposals) > 1

@@ -1,7 +1,7 @@
-"""Backward: the moments that hooks see of it, as triggers of the issuer.
+"""Backward: turns the moments that hooks see into triggers of the issuer.
 
-``before`` a unit's backward, ``arrive`` for each gradient, ``after`` it, ``finish``. Which units
-are ready to be reduced is for ``reductions.py`` to say.
+The moments are ``before`` and ``after`` a unit's backward, ``arrive`` for each gradient, and
+``finish``. ``reductions.py`` decides which units are ready to be reduced.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """The backward of one model: begin, arrivals, end."""
+    """The backward of one model."""
 
     def __init__(self, runtime: "Runtime", forward: Forward) -> None:
         self._runtime, self._issuer, self._executor = runtime, runtime.issuer, runtime.executor
@@ -37,16 +37,16 @@ class Backward:
         self._sync = True
         """Whether the current backward began outside no_sync."""
         self._shown: Unit | None = None
-        """The unit that the trace shows."""
+        """The unit that the trace shows as being computed."""
         self._under_way: deque[list[Ticket]] = deque()
-        """Of reductions that were issued and not finished; the oldest first."""
+        """Tickets of the reductions in flight, oldest first."""
         self._early = EarlyUpdates(runtime, forward.uses)
 
     # --- the moments --------------------------------------------------------------------------
 
     def begin(self, *, recomputes: bool = False) -> None:
-        """The first sign of a backward starts it; later ones change nothing."""
-        # A recomputed forward has gradients enabled, whether backward makes a graph or not.
+        """Begins a backward, unless it has begun: several hooks may be the first."""
+        # A recomputed forward always has gradients enabled, so it says nothing about a graph.
         makes_graph = torch.is_grad_enabled() and not recomputes
         if self.active:
             self._issuer.makes_graph |= makes_graph
@@ -62,7 +62,7 @@ class Backward:
         self._issues.follow(self._issuer.begin(BACKWARD, runtime.phase()))
 
     def before(self, unit: Unit, call: Call) -> None:
-        """A gradient reached the output of one forward call of the unit."""
+        """A gradient reached the outputs of one forward call of the unit."""
         self.begin()
         self._uses.enter_backward(unit, call)
         self._issues.follow(self._issuer.on(Trigger.BEFORE_BACKWARD, unit.index))
@@ -70,9 +70,9 @@ class Backward:
         self._shown = unit
 
     def after(self, unit: Unit, call: Call) -> None:
-        """Gradients left through the inputs of the call: its values are not needed any more."""
+        """Gradients left through the inputs of the call, which needs the unit's values no more."""
         self._uses.leave_backward(unit, call)
-        if self._shown is unit:  # the next unit's may have begun
+        if self._shown is unit:  # the next unit's backward may have begun
             self._forward.show(None)
         hold = self._issuer.units[unit.index].hold
         if hold is None or not hold.kept or self.reductions.took(unit):
@@ -80,15 +80,15 @@ class Backward:
         self._early.left(unit)
 
     def arrive(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
-        """A parameter's local gradient was accumulated by autograd: take it."""
+        """Takes a parameter's local gradient, which autograd has accumulated."""
         unit, reductions = slot.unit, self.reductions
         if grad is None:
-            slot.face.emptied = False  # by a hook of the user, who dropped it
+            slot.face.emptied = False  # a hook of the user dropped it
             return
         if unit.travels and not slot.flat.params.full.filled:
             raise UsageError(
-                f"A gradient reached '{slot.name}' while unit '{unit.name}' was not gathered: its "
-                "output left the module in a form that was not recognised; return tensors, "
+                f"A gradient reached '{slot.name}' while unit '{unit.name}' was not gathered, "
+                "because its forward returned an unrecognised type; return tensors, "
                 "tuples, lists, dicts or dataclasses from forward, or name other units in the plan."
             )
         grads.mark(slot)
@@ -107,14 +107,14 @@ class Backward:
                 self.after(unit, call)
 
     def finish(self) -> None:
-        """The end of backward: everything is reduced, and ``p.grad`` shows it."""
+        """Ends a backward: reduces the rest, and shows gradients in ``p.grad``."""
         if not self.active:
             return
         runtime = self._runtime
         dropped: list[ParamSlot] = []
         makes_graph = self._issuer.makes_graph
         try:
-            # First: other ranks may need gathers before they can reduce.
+            # Gathers first: other ranks may need them before they can reduce.
             self._issues.end_walk(self._issuer.backward_walk, descending=True)
             dropped = self._finish_reductions()
         finally:
@@ -129,7 +129,7 @@ class Backward:
         runtime.accumulated = not runtime.sync
 
     def interrupt(self) -> None:
-        """A backward that ended in an exception is finished with what had arrived."""
+        """Finishes a backward that raised, with the gradients that had arrived."""
         if not self.active:
             return
         runtime = self._runtime
@@ -142,22 +142,22 @@ class Backward:
     # --- reductions ---------------------------------------------------------------------------
 
     def skip(self, units: list[Unit]) -> None:
-        """This rank passed by units that other ranks may have used, and reduce now.
+        """This rank skipped units that other ranks may have used and reduce now.
 
-        It contributes what it has of them. Waiting for the end of backward instead would be a
-        deadlock: they cannot go on to the gathers that this rank needs to get there.
+        It contributes the gradients that it has. To wait until the end of backward would deadlock:
+        the others would never reach the gathers that this rank needs to get there.
         """
         if self.reductions.order is not None:
             self.reductions.skipped.update(units)
             self._launch_ready()
 
     def reduce_agreed(self, unit: Unit) -> None:
-        """While recording: some rank has completed a unit, so all ranks reduce it now."""
+        """While recording: a rank has completed a unit, so all ranks reduce it now."""
         if self.reductions.agreed(unit):
             self._launch_limited(unit)
 
     def wait_for(self, count: int) -> None:
-        """Waits for the oldest reductions under way."""
+        """Waits for the ``count`` oldest reductions in flight."""
         for _ in range(count):
             for ticket in self._under_way.popleft():
                 ticket.wait()
@@ -165,7 +165,7 @@ class Backward:
     def _launch_ready(self) -> None:
         reductions = self.reductions
         while (unit := reductions.next_ready()) is not None:
-            if unit in reductions.skipped:  # buffers of zeros count, too
+            if unit in reductions.skipped:  # a buffer of zeros counts as well
                 self.wait_for(self._issuer.limit().finish)
             tickets = self._launch(unit)
             if unit.ops.updates_early and self._sync and reductions.is_last(unit):
@@ -176,7 +176,7 @@ class Backward:
         self._launch(unit)
 
     def _launch(self, unit: Unit) -> list[Ticket]:
-        """Reduces a unit's gradients; parameters without one contribute zeros."""
+        """Reduces a unit's gradients; parameters without a gradient contribute zeros."""
         self.reductions.launched(unit)
         self._uses.taken(unit)
         issue = self._issuer.ready(unit.index, unit.held, unit.summed)
@@ -186,7 +186,7 @@ class Backward:
         return tickets
 
     def _finish_reductions(self) -> list[ParamSlot]:
-        """Returns the parameters whose gradient was dropped meanwhile."""
+        """Reduces what is left; returns the parameters whose gradient was dropped meanwhile."""
         reductions = self.reductions
         if not reductions.units:
             return []
@@ -203,7 +203,7 @@ class Backward:
         self.wait_for(len(self._under_way))
         if reductions.order is None:
             reductions.finish_recording(rest)
-            trim_heap()  # later passes fit the holes that the first one left
+            trim_heap()  # later passes reuse the memory that the first one freed
         return flags.dropped
 
     def _exchange_flags(self) -> Flags:

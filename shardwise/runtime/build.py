@@ -1,4 +1,4 @@
-"""Turning a model's parameters into units, flats and parts, and back."""
+"""Turns a model's parameters into units, flats and shards, and back."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from shardwise.tier.rest import Disk, Homes
 
 
 def target_device(model: nn.Module) -> torch.device:
-    """Where the model's states live: where its parameters are, or the accelerator, or CPU."""
+    """The device of the model's parameters; if all are on meta, the accelerator or the CPU."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             return parameter.device
@@ -34,7 +34,7 @@ def target_device(model: nn.Module) -> torch.device:
 
 
 def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
-    """The tiers of a plan on this rank: budgets, and the disk where anything rests there."""
+    """The tiers of a plan on this rank: their budgets, and the disk if a state rests there."""
     tiers = plan.tiers
     budgets = {
         "device": Budget("device", tiers.device_bytes),
@@ -45,8 +45,8 @@ def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
         return Homes(device, budgets)
     if not tiers.path:
         raise PlanError(
-            f"Plan '{plan.name}' rests states on tier nvme, but tiers.path names no folder; set it "
-            "to one on a fast disk with enough room."
+            f"Plan '{plan.name}' keeps states on tier nvme, but tiers.path is not set; set it to a "
+            "folder on a fast disk with enough space."
         )
     store = NvmeStore(tiers.path, rank=rank, budget=budgets["nvme"], checksum=tiers.checksum)
     on_cuda = device.type == "cuda"
@@ -57,7 +57,7 @@ def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
 def build_runtime(
     model: nn.Module, plan: Plan, grid: Grid, members: list[Members], spec: ModelSpec
 ) -> Runtime:
-    """Lays every unit into its parts, one after the other; collective."""
+    """Shards one unit after the other; collective."""
     homes = make_homes(plan, grid.device, grid.place.rank)
     try:
         return _lay_out(model, plan, grid, members, spec, homes)
@@ -95,15 +95,15 @@ def _lay_out(
         ops = UnitOps(unit_spec, rungs, own, encloses=index == 0)
         built = Unit(index, unit_spec, unit.module, ops, flats)
         _fill_unit(built, unit, start)
-        trim_heap()  # of the full values: they are in parts now
+        trim_heap()  # of the full values, which are sharded now
         units.append(built)
     homes.settle()
-    homes.trim()  # the buffers of whole parts, which only the laying out needed
+    homes.trim()  # the buffers of whole shards, which only the initial write needed
     return Runtime(model, plan, grid, units, pools, carriers, homes)
 
 
 def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Step]:
-    """Where the outer lane goes: refreshes, and the last hop of encoded reductions."""
+    """The steps of the outer lane: refreshes, and the last hop of encoded reductions."""
     found: list[Step] = []
     for unit, rungs in zip(spec.units, resolved, strict=True):
         found += rungs.ladder.steps[rungs.params : rungs.optim]
@@ -114,10 +114,10 @@ def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Ste
 
 
 def _fill_unit(built: Unit, unit: Members, start: "Start") -> None:
-    """Moves a unit's values into its parts; never holds more than one parameter beside them."""
+    """Moves a unit's values into its shards, with one full parameter in memory at a time."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.has_master:
-            make_master(flat, empty=True)  # it takes values that are not rounded yet
+            make_master(flat, empty=True)  # it gets the values before they are rounded
         with writing(flat) as write:
             for slot_spec in flat.spec.slots:
                 parameter = unit.params[slot_spec.param.name]
@@ -138,7 +138,7 @@ def _fill_unit(built: Unit, unit: Members, start: "Start") -> None:
 
 
 def restore(runtime: Runtime) -> None:
-    """Gives every parameter its own full memory again and removes every trace; collective."""
+    """Undoes sharding: gives every parameter its own full memory, removes hooks; collective."""
     for remove in runtime.removers:
         remove()
     runtime.removers.clear()

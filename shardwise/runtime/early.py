@@ -1,17 +1,16 @@
 """Updates beside backward.
 
 [Note: Update in backward]
-With ``tiers.update = "backward"`` a unit that a tier holds something of is updated as soon as it is
-reduced, in a thread of its own, so that reads and writes of its states overlap the rest of
-backward. A rank does so only if it knows all that an update at the step would know: the recorded
-backward says that no more gradients come, and all the unit's parameters got theirs on this very
-rank, so that nothing depends on what other ranks used. Everything else waits for the step: the
-root, the first backward, units that this rank passed by. The reduction needs all ranks, and each of
-them has gathered the unit for the last time by then; where it is not gathered but computes with P
-itself, it must also have left the unit's backward.
+With ``tiers.update = "backward"`` a unit with a state on a tier is updated as soon as it is
+reduced, in a separate thread, so that reads and writes of its states overlap the rest of backward.
+A rank does this only if it knows all that the update in the step would know: the recorded backward
+had no more gradients for the unit, and every parameter of the unit got its gradient on this rank,
+so that nothing depends on other ranks. The rest is updated in the step: the root, the first
+backward, and units that this rank skipped. The reduction needs all ranks, so each has gathered the
+unit for the last time by then. A unit that computes with P itself must also be out of its backward.
 
-What would make an update at the step another one is an error then: a gradient that arrives late,
-was dropped or replaced, other options of the optimizer (``optimizer/windows.py``), no step at all.
+Whatever would have changed the update in the step is then an error: a gradient that arrives late,
+is dropped or is replaced, changed optimizer options (``optimizer/windows.py``), or a missing step.
 """
 
 from contextlib import ExitStack
@@ -26,32 +25,32 @@ if TYPE_CHECKING:
 
 
 class EarlyUpdates:
-    """The updates of one model that do not wait for the optimizer's step."""
+    """The updates of one model that run before the optimizer's step."""
 
     def __init__(self, runtime: "Runtime", uses: Uses) -> None:
         self._runtime, self._issuer, self._uses = runtime, runtime.issuer, uses
         self._under_way: list[Ticket] = []
         self._leaving: dict[Unit, list[Ticket]] = {}
-        """Units that are to be updated when their own backward is over, and their reductions."""
+        """Units to update when their backward is over, with the tickets of their reductions."""
 
     def begin(self) -> None:
         self._leaving.clear()
 
     def reduced(self, unit: Unit, tickets: list[Ticket]) -> None:
-        """A unit's last gradients of this step are being reduced."""
+        """A unit's last gradients of this step are being reduced: update it when possible."""
         if not (self._issuer.makes_graph or self._issuer.units[unit.index].external):
             self._leaving[unit] = tickets
             self.left(unit)
 
     def left(self, unit: Unit) -> None:
-        """A call of a unit is over in backward."""
+        """The backward of a unit's call is over."""
         if unit in self._leaving and (unit.travels or not self._uses.in_backward(unit)):
             reduced = self._leaving.pop(unit)
             for op in self._issuer.update_early(unit.index):
                 self._under_way += self._runtime.steps.update_early(unit, op, reduced)
 
     def finish(self) -> None:
-        """Waits for all of them, also after one that failed: none may run on behind the user."""
+        """Waits for all updates, even after one failed: none may go on in the background."""
         updates, self._under_way = self._under_way, []
         with ExitStack() as waiting:
             for update in reversed(updates):

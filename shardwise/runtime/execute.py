@@ -1,7 +1,7 @@
-"""The interpreter of the schedule: a verb for each kind of operation, and a record of each.
+"""Executes the schedule: one verb per kind of operation, and a record of each operation done.
 
-Nothing is decided here. ``plans/order.py`` says what to issue; this does it, on the lane that the
-operation names and after those it names, and keeps in a ``Done`` what really moved.
+Nothing is decided here: ``plans/order.py`` decides what to issue. An operation runs on the lane and
+after the operations that it names, and a ``Done`` records the bytes that it really moved.
 """
 
 import time
@@ -22,22 +22,22 @@ from shardwise.runtime.gradients import FullGrad
 from shardwise.runtime.unit import State, Unit
 
 KEYS_PER_UNIT = 8 * 16 * 16
-"""Exchanges of a unit have keys of their own: one for each flat, kind and hop."""
+"""Keys of a unit's exchanges: one per flat, kind and hop."""
 
 
 @dataclass(eq=False)
 class Done:
-    """An operation as it was done. Counts grow until the work on lanes and tiers is over."""
+    """An executed operation. Its counts grow until its work on lanes and tiers is done."""
 
     op: Op
     meter: Meter = field(default_factory=Meter)
     begin_s: float = 0.0
     end_s: float = 0.0
-    """When its work began and ended, on its lane; tiers may go on with what they were asked for."""
+    """When its work began and ended on its lane; reads and writes of tiers may still go on."""
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
-        """What crossed the links, by hop of the operation."""
+        """Bytes that crossed the links, per hop of the operation."""
         found = dict.fromkeys((hop.step for hop in self.op.hops), 0)
         for key, nbytes in self.meter.sent.items():
             found[key % 16] = found.get(key % 16, 0) + nbytes
@@ -45,16 +45,16 @@ class Done:
 
 
 class Executor:
-    """Does operations on the units of one model."""
+    """Executes operations on the units of one model."""
 
     def __init__(self, units: list[Unit], grid: Grid, carriers: Carriers) -> None:
         self._units = {unit.name: unit for unit in units}
         self._grid, self._carriers = grid, carriers
         self.observers: list[Callable[[Done], None]] = []
         self.divisor = float(grid.place.world)
-        """What summed gradients are divided by; the number of ranks unless set."""
+        """Summed gradients are divided by this; the number of ranks by default."""
         self.update: Callable[[Unit], Ticket] = lambda unit: DONE
-        """Does an update; set by whoever steps."""
+        """Runs an update; set by the optimizer's takeover before it steps."""
         self._verbs: dict[Kind, Callable[[Unit, Op], Ticket]] = {
             Kind.FETCH: self._fetch,
             Kind.GATHER: self._gather,
@@ -70,9 +70,9 @@ class Executor:
         }
         self._legs: dict[tuple[str, Kind, int, tuple[Hop, ...]], list[Leg]] = {}
         self._taken: dict[Unit, list[FullGrad]] = {}
-        """Complete gradients, between ``collect`` and ``reduce``."""
+        """Complete gradients between ``collect`` and ``reduce``."""
         self._doing: Done | None = None
-        for unit in units:  # every rank can name every exchange of the others
+        for unit in units:  # so that every rank can name every exchange of the others
             for op in _possible(unit):
                 for flat in range(len(unit.flats)):
                     self._legs_of(unit, op, flat)
@@ -81,9 +81,9 @@ class Executor:
         return [self.perform(op) for op in ops]
 
     def perform(self, op: Op, meter: Meter | None = None) -> Ticket:
-        """Does an operation, or begins to; the ticket is for what goes on beside.
+        """Executes or starts an operation; the ticket is for the work that continues on a lane.
 
-        ``meter`` has what was moved for it before its turn.
+        ``meter`` has the bytes that were moved for the operation ahead of time.
         """
         done = self._doing = Done(op, meter or Meter(), time.perf_counter())
         before, THREAD.meter = THREAD.meter, done.meter
@@ -103,7 +103,7 @@ class Executor:
             self._fill(unit)
 
         def work(_: Early) -> None:
-            unit.refreshed.wait()  # it writes what is to be read
+            unit.refreshed.wait()  # the refresh writes what this fetch reads
             for fetched in [flat.params.fetch(op.target) for flat in unit.flats]:
                 fetched.wait()
 
@@ -118,7 +118,7 @@ class Executor:
         return ticket
 
     def _fill(self, unit: Unit) -> None:
-        unit.settle()  # another gather of the same unit: in order, into the same buffer
+        unit.settle()  # an earlier gather of this unit fills the same buffer
         unit.move_to(State.COMING)
         for flat in unit.flats:
             flat.params.full.fill()
@@ -161,8 +161,8 @@ class Executor:
         return DONE
 
     def _refresh(self, unit: Unit, op: Op) -> Ticket:
-        """In a lane of their own: the gathers of the next forward begin when the first unit has its
-        new values, not when all have."""
+        """Refreshes have their own lane, so the first gather of the next forward waits only for its
+        own unit's refresh."""
         flats, new = unit.trained, unit.new
         carrier = self._carriers.outer.carrier
         legs = [self._legs_of(unit, op, unit.flats.index(flat)) for flat in flats]
@@ -192,7 +192,7 @@ class Executor:
     # --- gradients ----------------------------------------------------------------------------
 
     def _collect(self, unit: Unit, op: Op) -> Ticket:
-        """What arrived has been copied already; what did not, and the padding, counts as zero."""
+        """Arrived gradients are already copied; missing gradients and padding become zero."""
         for slot in unit.slots:
             if slot.spec.param.requires_grad and not slot.pending:
                 slot.flat.grads.buffer()[slot.spec.interval.relative_to(0)].zero_()
@@ -262,7 +262,7 @@ class Executor:
     # --- inside -------------------------------------------------------------------------------
 
     def _submit(self, lane: Lane, work: Callable[[Early], None]) -> Ticket:
-        """Hands work of the current operation to a lane, which notes when it did it."""
+        """Submits work of the current operation to a lane and records when it ran."""
         done = self._doing
         assert done is not None
 
@@ -277,7 +277,7 @@ class Executor:
         return self._carriers.outer if op.overlaps else None
 
     def _legs_of(self, unit: Unit, op: Op, flat: int) -> list[Leg]:
-        """A flat's walk over an operation's hops, each on the link of its lane."""
+        """The legs of an operation for one flat: each hop with the link of its lane."""
         which = (unit.name, op.kind, flat, op.hops)
         if which not in self._legs:
             steps, lane = unit.rungs.ladder.steps, str(op.lane)
@@ -294,13 +294,13 @@ class Executor:
         return self._legs[which]
 
     def _key(self, unit: Unit, op: Op, flat: int, hop: Hop) -> int:
-        """One integer for each exchange, alike on all ranks, with a name for messages."""
+        """One integer per exchange, the same on all ranks, with a name for error messages."""
         index = ((unit.index * 8 + flat) * 16 + list(Kind).index(op.kind)) * 16 + hop.step
         return self._grid.labels.key(index, f"{op.kind} of unit '{unit.name}' on level {hop.level}")
 
 
 def _possible(unit: Unit) -> Iterable[Op]:
-    """The operations of a unit that have hops, whatever it holds."""
+    """All operations of a unit that may have hops, whatever the unit holds."""
     ops = unit.ops
     yield from ops.gather()
     if ops.kept_rung:

@@ -1,8 +1,7 @@
-"""A flat at run time: which elements of it this rank owns, and the memory that holds them.
+"""A flat at run time: which of its elements this rank owns, and the memory that holds them.
 
-Parameter memory (``params.py``) and gradient memory (``gradients.py``) are all local: tensors,
-shards that rest somewhere, and the hops of one flat. ``execute.py`` decides nothing either, it only
-says when.
+Parameter memory (``params.py``) and gradient memory (``gradients.py``) know only this rank and one
+flat: its tensors, its shards and its hops. They decide nothing: ``execute.py`` calls their verbs.
 """
 
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class Pools:
 
 
 class Flat:
-    """A flat buffer of a unit: its places on this rank, and its two kinds of memory."""
+    """A flat buffer of a unit: its intervals on this rank, its parameters and its gradients."""
 
     def __init__(
         self,
@@ -74,32 +73,32 @@ class Flat:
         self.spec, self.rungs, self.unit_name = spec, rungs, name
         self.dtypes, self.device = Dtypes.of(plan, spec.dtype), homes.device
         self.granule = spec.numel // rungs.granules
-        """Elements of a part of the bottom rung: blocks of a wire format never straddle these."""
+        """Elements of a shard of the bottom rung. A wire format's blocks never cross its ends."""
         self.has_master = has_master(plan, rungs, spec.dtype)
-        """Whether the optimizer updates a copy of its own instead of P's memory."""
+        """Whether the optimizer updates a separate master copy instead of P's memory."""
         self.updates_in_windows = updates_in_windows(plan, rungs, spec.dtype)
-        """Whether the optimizer borrows slices of what it updates, because some of it is away."""
+        """Whether the optimizer works on borrowed slices, because some state rests on a tier."""
         self.window_numel = plan.tiers.window_numel
         self._rank, self._homes, self.optim_tier = rank, homes, plan.optim.tier
         self.part_at = self.interval(rungs.params)
         """This rank's shard of P."""
         self.optim_at = self.interval(rungs.optim)
-        """This rank's shard of OS, inside that of P."""
+        """This rank's shard of OS; it lies inside the shard of P."""
         self.own = self.optim_at.relative_to(self.part_at.start)
-        """OS's shard inside P's."""
+        """The same, relative to the start of P's shard."""
         self.slots: list[ParamSlot] = []
         self.params = ParamMemory(self, plan, pools.params)
         self.grads = GradMemory(self, plan, pools.grads)
 
     def format(self, hop: Hop) -> Format | None:
-        """How this flat travels on a hop; None: as it is."""
+        """This flat's wire format on a hop; None: raw."""
         return hop.format if self.dtypes.compute.is_floating_point else None
 
     def interval(self, rung: int) -> Interval:
         return self.rungs.ladder.interval(self._rank, rung, self.spec.numel)
 
     def rows(self, rung: int, top: int) -> slice:
-        """Which of the granules that this rank owns on rung ``top`` it owns on a lower rung too."""
+        """The granules of this rank's shard on rung ``top`` that its shard on ``rung`` has too."""
         part = self.interval(rung).relative_to(self.interval(top).start)
         return slice(part.start // self.granule, part.stop // self.granule)
 
@@ -108,15 +107,15 @@ class Flat:
         return self.dtypes.reduce
 
     def residual(self, hop: Hop) -> torch.Tensor | None:
-        """What error feedback keeps of a hop, for ``comm/carry.py``."""
+        """What error feedback keeps for a hop; used by ``comm/carry.py``."""
         return self.grads.residual(hop)
 
     def make_rest(self, tier: str, what: str, numel: int, dtype: torch.dtype) -> Rest:
-        """A shard of this flat on a tier."""
+        """Allocates a shard of this flat on a tier."""
         return self._homes.rest(tier, numel, dtype, f"{what} of unit '{self.unit_name}'")
 
     def make_state(self, key: str, dtype: torch.dtype) -> Rest:
-        """Room for what the optimizer keeps for every element, where its states rest."""
+        """Allocates a per-element optimizer state on the tier of OS."""
         return self.make_rest(
             self.optim_tier, f"optimizer state '{key}'", self.optim_at.numel, dtype
         )

@@ -1,7 +1,7 @@
-"""Forward: the moments that hooks see of it, as triggers of the issuer.
+"""Forward: turns the moments that hooks see into triggers of the issuer.
 
-``before`` and ``after`` a module's forward are all that there is; the rest is where passes begin
-and end. Which phase of a step a pass is in is decided once, when it begins.
+The moments are ``before`` and ``after`` a module's forward; the rest begins and ends passes. The
+phase of a pass is decided once, when it begins.
 """
 
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def in_autograd() -> bool:
-    """Whether the current thread runs inside a backward pass."""
+    """Whether the current thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Forward:
-    """The forwards of one model: begin, uses, end."""
+    """The forward passes of one model."""
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime, self._units = runtime, runtime.units
         self._issuer, self._issues = runtime.issuer, runtime.issues
         self.uses = Uses(runtime.units, runtime.issuer)
         self.depth = 0
-        """How many calls of the model and its units run inside each other."""
+        """How many calls of the model and its units are nested now."""
         self._lone = False
 
     # --- the moments --------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Forward:
         self.show(f"forward {unit.name}")
 
     def after(self, unit: Unit) -> None:
-        """A module's forward is over: its unit's values go, or the kept rung stays."""
+        """A module's forward is over: its unit is freed, except the kept rung."""
         if in_autograd():
             self._issues.follow(self._issuer.on(Trigger.AFTER_RECOMPUTE, unit.index))
             return
@@ -78,7 +78,7 @@ class Forward:
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Tiles are used after the model's forward, by a loss outside of it: a pass of its own."""
+        """A pass for tiles that a loss uses after the model's forward, outside of it."""
         if self.depth or in_autograd() or self._issuer.opened:
             yield
             return
@@ -92,7 +92,7 @@ class Forward:
             self._end()
 
     def show(self, name: str | None) -> None:
-        """What the trace shows as being computed."""
+        """Sets what the trace shows as being computed."""
         trace = active()
         if trace is not None:
             trace.switch("compute", name)

@@ -1,4 +1,4 @@
-"""The gradient memory of one flat: the full buffer of a backward, and what rests of sums."""
+"""The gradient memory of one flat: the full buffer of a backward, and the shards of sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,45 +23,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FullGrad:
-    """A complete, local gradient on its way through a reduction."""
+    """A complete local gradient that is being reduced."""
 
     tensor: torch.Tensor
     _storage: torch.UntypedStorage
     _pool: Pool
 
     def release(self) -> None:
-        """Back to the pool, once no rank reads it any more."""
+        """Returns the memory to the pool; no rank may still read it."""
         self._pool.give(self._storage)
 
 
 class GradMemory:
-    """What this rank has of a trained flat's gradients."""
+    """This rank's memory for the gradients of a trained flat."""
 
     def __init__(self, flat: "Flat", plan: Plan, pool: Pool) -> None:
         self._flat, self._tier, self._pool = flat, plan.grads.tier, pool
         self.full: torch.Tensor | None = None
-        """The local gradient of the current backward in the reduce dtype, as far as it arrived."""
+        """The local gradient of the current backward, as far as it arrived; in the reduce dtype."""
         self._storage: torch.UntypedStorage | None = None
         self.summed: Rest | None = None
         """The summed gradient on OS's rung, in the master's dtype; made when first needed."""
         self.has_sums = False
-        """Whether ``summed`` has anything since it was last dropped."""
+        """Whether ``summed`` has values that were not dropped."""
         self.held: Rest | None = None
         """Gradients accumulated under no_sync on G's rung, in the master's dtype."""
         self.holds = False
-        """Whether ``held`` has anything since it was last dropped or reduced on."""
+        """Whether ``held`` has values that were not dropped or reduced."""
         self.factor = 1.0
-        """What a stored sum still has to be multiplied by; see ``scale``."""
+        """A stored sum must still be multiplied by this; see ``scale``."""
         self.norms: dict[ParamSlot, torch.Tensor] = {}
-        """Of a stored sum: norms of its parameters, taken when it was in memory."""
+        """The norms of a stored sum per parameter, computed while it was in memory."""
         self.lost: torch.Tensor | None = None
-        """What error feedback will add to the next gradients; see ``residual``."""
+        """What error feedback adds to the next gradients; see ``residual``."""
         self.closing: Ticket = DONE
-        """After what the last reduction still does on the outer lane."""
+        """For the work of the last reduction on the outer lane."""
         self._open: Loan | None = None
-        """What a reduction sums into, until it goes to its tier."""
+        """The memory that a reduction sums into, until it is written to its tier."""
         self._sums: torch.Tensor | None = None
-        """The same where hops can take it: on the device."""
+        """The same values on the device, where hops use them."""
 
     @property
     def is_resident(self) -> bool:
@@ -69,14 +69,14 @@ class GradMemory:
 
     @property
     def _in_pieces(self) -> bool:
-        """Whether sums go to their tier piece by piece: nobody else has any, so no hop needs them
+        """Whether sums are written to their tier piece by piece: with no hops, nothing needs them
         as a whole."""
         return self._flat.rungs.bottom == 0 and not self.is_resident
 
     # --- the full buffer ----------------------------------------------------------------------
 
     def buffer(self) -> torch.Tensor:
-        """What the gradients of this backward are written to."""
+        """The full buffer for the gradients of this backward."""
         if self.full is None:
             numel, dtype = self._flat.spec.numel, self._flat.dtypes.reduce
             self._storage = self._pool.take(numel * dtype.itemsize)
@@ -84,7 +84,7 @@ class GradMemory:
         return self.full
 
     def take(self) -> FullGrad:
-        """Hands the full buffer over to a reduction."""
+        """Hands the full buffer to a reduction; the next gradient gets a new one."""
         tensor, storage = self.buffer(), self._storage
         assert storage is not None
         self.full = self._storage = None
@@ -95,7 +95,7 @@ class GradMemory:
     def hold(
         self, grad: torch.Tensor, legs: Sequence[Leg], carrier: Carrier, *, adds: bool
     ) -> None:
-        """Under no_sync: reduces to G's rung and adds to what is held there."""
+        """Under no_sync: reduces to G's rung, and adds to the gradients held there."""
         if self.held is None:
             numel = self._flat.interval(self._flat.rungs.grads).numel
             self.held = self._make("accumulated gradients", numel)
@@ -114,9 +114,9 @@ class GradMemory:
         joins: bool,
         outer: Outer | None = None,
     ) -> None:
-        """Reduces to the bottom, into this rank's bottom shard of the sums.
+        """Reduces to the bottom rung, into this rank's bottom shard of the sums.
 
-        ``joins``: with what is held on G's rung. With ``outer`` the last leg goes on there.
+        ``joins``: add the gradients held on G's rung. With ``outer`` the last leg runs there.
         """
         self.closing.wait()
         if not adds:
@@ -140,13 +140,13 @@ class GradMemory:
             self.closing = outer.afterwards(lambda: None)
 
     def replicate(self, legs: Sequence[Leg], carrier: Carrier) -> None:
-        """Replicas of OS's shard collect the sums that others made."""
+        """Replicas of an OS shard all-gather the sums that each computed."""
         assert self._sums is not None
         flat = self._flat
         carrier.climb(flat, self._sums, flat.optim_at.start, legs, flat.dtypes.reduce)
 
     def store(self, outer: Outer | None) -> None:
-        """What was summed begins to go to its tier; after the outer lane's work, if there is."""
+        """Starts to write sums to their tier; with ``outer`` after that lane's work."""
         if outer is None:
             self._close()
         else:
@@ -163,7 +163,7 @@ class GradMemory:
         return self.summed
 
     def _open_sums(self, *, adds: bool) -> torch.Tensor:
-        """The summed gradient in memory, on the device; ``adds``: with what it holds."""
+        """The summed gradient on the device; ``adds``: with its present values."""
         self._open = self.make_sums().lend(0, self._flat.optim_at.numel, reads=adds)
         rested = self._open.wait()
         if self.factor != 1.0:
@@ -199,8 +199,8 @@ class GradMemory:
             accumulate(own, held, scale=1.0, add=adds)
 
     def _join_held(self, grad: torch.Tensor, legs: Sequence[Leg], carrier: Carrier) -> torch.Tensor:
-        """What is held, and the last micro-batch's: back where it was computed, so that what is
-        raw travels on in the reduce dtype here as well. Nobody reads what was held again."""
+        """Adds the last micro-batch to the held gradients, and copies the sum back to ``grad``, so
+        that it travels on in the reduce dtype. The held gradients are not read again."""
         assert self.held is not None
         loan = self.held.lend(0, self.held.numel)
         with on_device(loan.wait(), self._flat.device) as held:
@@ -224,7 +224,7 @@ class GradMemory:
         self.factor = 1.0
 
     def _note_norms(self, sums: torch.Tensor, place: Interval) -> None:
-        """Norms while gradients are in memory, so that clipping need not read them again."""
+        """Computes norms while sums are in memory, so that clipping need not read them again."""
         parts = {slot: slot.of(sums, place) for slot in self._flat.slots}
         found = {slot: part for slot, part in parts.items() if part is not None}
         norms = torch._foreach_norm(list(found.values())) if found else ()
@@ -233,14 +233,14 @@ class GradMemory:
             self.norms[slot] = norm if before is None else torch.hypot(before, norm)
 
     def scale(self, factor: float) -> None:
-        """Multiplies a stored sum when it is next in memory."""
+        """Multiplies a stored sum by a factor when it is next in memory."""
         self.factor *= factor
 
     def residual(self, hop: Hop) -> torch.Tensor | None:
-        """What earlier reductions lost on a hop with error feedback: a row for each other member.
+        """The encoding errors of earlier reductions on a hop: one row per other member.
 
-        Only on the hop to the bottom, where it is smallest. Made when first needed; see
-        ``add_residual`` in ``comm/carry.py``.
+        Only on the hop to the bottom rung, where it is smallest. Made when first needed; see
+        ``_add_residual`` in ``comm/carry.py``.
         """
         flat = self._flat
         format = flat.format(hop)

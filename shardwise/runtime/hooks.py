@@ -1,4 +1,4 @@
-"""Moments of modules and autograd, turned into the runtime's verbs, and nothing else."""
+"""Hooks on modules and autograd that call the moments of forward and backward."""
 
 import weakref
 from typing import Any
@@ -23,17 +23,17 @@ class Call:
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         self._runtime, self._unit = runtime, unit
         self.leaves_by_inputs = False
-        """Whether gradients leave through its inputs, which then says that it is over."""
+        """Whether gradients leave through its inputs: then that ends the call's backward."""
         self._missing = 0
         self._inputs: dict[int, object] = {}
-        """While the forward runs: the autograd nodes of its inputs, by the tensors' ids."""
+        """While the forward runs: the autograd nodes of its inputs, by the id of the tensor."""
         self._handles: list[RemovableHandle] = []
 
     def watch_inputs(self, inputs: object) -> None:
-        """The call is over when autograd comes to an input that it computed before the call.
+        """The call's backward is over when autograd reaches an input that is not a leaf.
 
-        It comes to leaves (a parameter of another unit, a recomputed call's inputs) as soon as
-        their own gradient is complete, so that all of them must be reached.
+        Autograd reaches a leaf (a parameter of another unit, an input of a recomputed call) as soon
+        as that leaf's gradient is complete, so if all inputs are leaves, all must be reached.
         """
         watched = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
         computed = [tensor for tensor in watched.values() if not tensor.is_leaf]
@@ -42,13 +42,13 @@ class Call:
         self._inputs = {key: tensor.grad_fn for key, tensor in watched.items()}
         for tensor in computed or watched.values():
             handle = tensor.register_hook(self._input_reached)
-            if tensor.is_leaf:  # lives on after this graph: leave no hooks behind
+            if tensor.is_leaf:  # it outlives this graph: leave no hooks behind
                 self._handles.append(handle)
 
     def watch_outputs(self, outputs: object) -> None:
-        """The call's backward begins at its outputs, but for inputs that it only passed through.
+        """The call's backward begins at its outputs, except inputs that it only passed through.
 
-        T5 hands one position bias from block to block: its gradient comes after all of them.
+        T5 passes one position bias from block to block; its gradient comes after all blocks.
         """
         for tensor in tensors_in(outputs):
             if isinstance(tensor, Unread):
@@ -65,7 +65,7 @@ class Call:
         self._missing -= 1
         if self._missing > 0:
             return
-        if self._handles:  # leaves: gradients of the unit may be still to come, but no more uses
+        if self._handles:  # leaves: no more uses follow, but gradients of the unit may
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -92,15 +92,15 @@ def install(runtime: Runtime) -> None:
 
 def _install_unit(runtime: Runtime, unit: Unit) -> None:
     calls: list[Call | None] = []
-    """One for every forward of the module that runs; None where there will be no backward."""
+    """One per running forward of the module; None for a forward without a backward."""
 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit.encloses:
             runtime.notice_interruption(running=1)
-        runtime.admit(unit)  # or not, and then this call never was one
+        runtime.admit(unit)  # raises if the call cannot begin
         calls.append(None)
-        # What goes into a unit is no loss: its logits are computed before the unit's own pass.
-        # One by one: what forward may change must stay the caller's own object.
+        # An input of a unit goes to no loss, so unread logits are computed before the forward.
+        # Only at the top level: forward may change the caller's containers in place.
         args = tuple(read(value) for value in args)
         kwargs = {name: read(value) for name, value in kwargs.items()}
         runtime.forward.before(unit)
@@ -115,7 +115,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
 
     def post(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:
-            return  # it was not admitted, or an earlier hook of somebody else raised before ours
+            return  # it was not admitted, or another hook raised before ours
         if (call := calls.pop()) is not None:
             call.watch_outputs(output)
         runtime.forward.after(unit)
@@ -125,7 +125,7 @@ def _install_unit(runtime: Runtime, unit: Unit) -> None:
 
 
 def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
-    # Weakly: Python's collector cannot follow a cycle through autograd's nodes.
+    # A weak reference: Python cannot collect a cycle through autograd's nodes.
     watched = weakref.ref(slot)
 
     def before(grad: torch.Tensor) -> None:
@@ -139,11 +139,11 @@ def _install_slot(runtime: Runtime, slot: ParamSlot) -> None:
         if (slot := watched()) is not None:
             slot.runtime.backward.arrive(slot, slot.parameter.grad)
 
-    # On the node that accumulates rather than on the parameter: there it comes after all hooks
-    # of the user, whenever they were registered, so that those see the local gradient.
+    # On the accumulation node and not on the parameter: so it runs after all hooks of the user,
+    # whenever those were registered, and they see the local gradient.
     with torch._C.DisableTorchFunctionSubclass():
         accumulate = torch.autograd.graph.get_gradient_edge(slot.parameter).node
-    slot.accumulate = accumulate  # its hooks live as long as somebody holds it
+    slot.accumulate = accumulate  # keeps the node alive, and so its hooks
     runtime.removers.append(accumulate.register_hook(after).remove)
     runtime.removers.append(slot.parameter.register_hook(before).remove)
 
@@ -161,7 +161,7 @@ def _install_tile(runtime: Runtime, slot: ParamSlot) -> None:
 
 
 def _install_lone(runtime: Runtime, module: nn.Module) -> None:
-    """A module with parameters of the root unit, in case it is called without the model."""
+    """Hooks a module with root parameters, in case it is called without the model."""
 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
         runtime.forward.before_lone()
@@ -185,7 +185,7 @@ def _lone_modules(runtime: Runtime) -> list[nn.Module]:
 
 
 def _cast_inputs(runtime: Runtime, inputs: Any) -> Any:
-    """Floating point inputs take the compute dtype where the plan names one."""
+    """Casts floating-point inputs to the plan's compute dtype, if it names one."""
     name = runtime.plan.precision.compute
     if name is None:
         return inputs

@@ -1,8 +1,8 @@
-"""Does what the issuer issues, in step with the other ranks.
+"""Executes what the issuer issues, in step with the other ranks.
 
-All that other ranks wait for comes before any waiting of this one. Where the issuer asks for an
-agreement, because a pass is recorded or a use lies beyond the recorded order, all ranks make it
-together (``agreement.py``).
+This rank first does everything that other ranks wait for, and only then waits itself. The issuer
+asks for an agreement of all ranks (``agreement.py``) while a pass is recorded, and for a use beyond
+the recorded order.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Issues:
-    """Follows the issuer of one model."""
+    """Executes the issues of one model's issuer."""
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime, self._units = runtime, runtime.units
@@ -25,7 +25,7 @@ class Issues:
         self._agreement = Agreement(runtime.grid.control, runtime.units)
 
     def follow(self, issue: Issue) -> None:
-        """Does what a trigger sets off."""
+        """Executes what a trigger sets off."""
         if issue.finish:
             self._runtime.backward.wait_for(issue.finish)
         perform = self._executor.perform
@@ -56,14 +56,14 @@ class Issues:
         self._runtime.counters.skipped_gathers += walk.skipped
 
     def _unseen(self, walk: Walk, descending: bool) -> list[int]:
-        """Units that no rank used in a recorded pass, but any of them may use in the next one."""
+        """Units that no rank used in the recorded pass, but that a rank may use in the next one."""
         return [
             held.index
             for held in self._issuer.units
             if held.ops.travels
             and not held.external
             and held.index not in walk.recording
-            # What is kept in full comes to backward without a walk.
+            # Units kept in full need no gather in backward.
             and not (descending and held.ops.kept_rung == 0)
         ]
 
@@ -82,19 +82,20 @@ class Issues:
             self.follow(self._issuer.extra(unit.index))
 
     def _agree(self, walk: Walk, unit: Unit | None, *, descending: bool) -> bool:
-        """While recording: one turn of all ranks, in which this one needs a unit, or none more.
+        """While recording: one round of proposals; ``unit`` is what this rank needs, or None.
 
-        Returns whether any rank still proposed something.
+        Returns whether any rank proposed a unit.
         """
         return self.turn(self._agreement.on_use(unit, descending=descending), walk, unit)
 
     def agree_on_reduction(self, unit: Unit | None) -> bool:
-        """Likewise in backward, where this rank has completed a unit's gradients, or no more."""
+        """The same for reductions: ``unit`` is complete on this rank; None: no more will be."""
         walk = self._issuer.backward_walk
         agreed = self._agreement.on_reduction(unit, descending=walk is not None)
         return self.turn(agreed, walk, None)
 
     def turn(self, agreed: Agreed, walk: Walk | None, needed: Unit | None) -> bool:
+        """Does what one round agreed on; returns whether any rank proposed a unit."""
         if agreed.gather is not None:
             is_needed = agreed.gather is needed
             self.follow(self._issuer.agreed(agreed.gather.index, needed=is_needed, walk=walk))

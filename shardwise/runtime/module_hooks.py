@@ -1,4 +1,4 @@
-"""Hooks around the forward of a module, which end whatever happens, and cannot be copied."""
+"""Hooks around a module's forward: they also run after an exception, and cannot be copied."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,7 @@ from shardwise.runtime.surface import guard
 def hook_forward(
     runtime: Runtime, module: nn.Module, pre: Callable[..., Any], post: Callable[..., Any]
 ) -> None:
+    """Registers ``pre`` and ``post`` around a module's forward; ``runtime.removers`` undo it."""
     name = type(module).__name__
     handles = (
         module.register_forward_pre_hook(_Hook(pre, name), with_kwargs=True),
@@ -23,8 +24,8 @@ def hook_forward(
 
 
 class _Hook:
-    """A hook that cannot be copied, so that neither can its module: a copy would gather, reduce
-    and count for the original."""
+    """A hook that cannot be copied, so its module cannot either: the copy's hooks would gather
+    and reduce the original's units."""
 
     def __init__(self, function: Callable[..., Any], module: str) -> None:
         self._function, self._module = torch.compiler.disable(function), module
@@ -39,9 +40,9 @@ class _Hook:
 
 
 def disable_autocast_cache(runtime: Runtime, module: nn.Module) -> None:
-    """Autocast would hold on to a copy of all weights that it casts: in parts is how they rest.
+    """Autocast's cache would keep a full copy of every weight that it casts, defeating sharding.
 
-    On every unit and not on the model only, because a forward may enter autocast itself.
+    Done per unit and not only for the model, because a forward may enter autocast itself.
     """
     before: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""The parameter memory of one flat: its shard of P, the full buffer, what is kept, the master."""
+"""The parameter memory of one flat: P's shard, the full buffer, the kept rung and the master."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ParamMemory:
-    """What this rank has of a flat's parameters."""
+    """This rank's memory for the parameters of a flat."""
 
     def __init__(self, flat: "Flat", plan: Plan, pool: Pool) -> None:
         self._flat = flat
@@ -27,7 +27,7 @@ class ParamMemory:
         self.full = SwappedBuffer(flat.spec.numel, dtype, device, pool)
         self.shard: Rest
         if rungs.params == 0 and plan.params.tier == "device":
-            # P rests in full: the full buffer is the shard, and never dropped.
+            # P rests in full: the full buffer is the shard and is never dropped.
             self.full.fill()
             self.shard = Resident(self.full.tensor)
         else:
@@ -37,8 +37,8 @@ class ParamMemory:
         if rungs.keep not in (0, rungs.params):
             self.kept = SwappedBuffer(flat.interval(rungs.keep).numel, dtype, device, pool)
         self.master: Rest | None = None
-        """OS's shard in the master's dtype: elements of ``shard`` unless ``has_master``. Of flats
-        that are trained, once there is an optimizer."""
+        """OS's shard in the master's dtype: a slice of ``shard`` unless ``has_master``. Only for
+        trained flats, and only once there is an optimizer."""
 
     def view(self, slot: Slot) -> torch.Tensor:
         """A parameter's place in the full buffer."""
@@ -48,7 +48,7 @@ class ParamMemory:
     # --- verbs --------------------------------------------------------------------------------
 
     def fetch(self, target: Place | None) -> Ticket:
-        """Begins to bring the shard from its tier: ahead, or right to where it is used."""
+        """Starts to read the shard from its tier: ahead of use, or directly into ``target``."""
         if target is not Place.FULL:
             self.shard.prefetch()
             return DONE
@@ -59,7 +59,7 @@ class ParamMemory:
         return DONE
 
     def gather(self, source: Place | None, legs: Sequence[Leg], carrier: Carrier) -> None:
-        """Fills the full buffer from the shard (or the kept rung), top rung last."""
+        """Fills the full buffer from the shard or the kept rung; the top rung is filled last."""
         flat, full = self._flat, self.full.tensor
         if source is Place.KEPT:
             assert self.kept is not None
@@ -77,7 +77,7 @@ class ParamMemory:
             self.kept.tensor.copy_(self.full.tensor[place])
 
     def drop(self, what: Place | None) -> None:
-        """Gives back what is kept, or what was fetched and not gathered."""
+        """Drops the kept rung, or a shard that was fetched but not gathered."""
         if what is Place.SHARD:
             self.shard.discard()
         elif self.kept is not None:
@@ -86,7 +86,7 @@ class ParamMemory:
     def refresh(self, legs: Sequence[Leg], carrier: Carrier, *, own_is_new: bool) -> None:
         """Brings the updated master to P's rung.
 
-        ``own_is_new``: the update has written this rank's own elements of P already.
+        ``own_is_new``: the update has already written this rank's elements of P.
         """
         flat, master = self._flat, self.master
         assert master is not None
@@ -108,4 +108,4 @@ class ParamMemory:
                         work[flat.own].copy_(exact)
                 carrier.climb(flat, work, origin, legs)
             if not self.shard.is_resident:
-                finish(legs)  # others read this memory, which goes now
+                finish(legs)  # others still read this memory, which is freed next

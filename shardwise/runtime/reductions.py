@@ -1,12 +1,12 @@
-"""From a gradient's arrival at a parameter to a unit whose gradients are ready.
+"""Tracks the arrival of gradients, and decides when a unit's gradients are ready to be reduced.
 
 Gradients arrive one parameter at a time and are copied into their flat's full buffer. A unit is
-ready when all gradients that the recorded backward had for it have arrived, and its turn in the
-recorded order has come, so that reductions match on all ranks and overlap the rest of backward.
-What is missing at the end of backward counts as zeros; what arrives after its unit was reduced is
-reduced once more. A tile's gradient is reduced whenever it arrives: once for each use.
+ready when all gradients that it had in the recorded backward have arrived, and it is next in the
+recorded order. So reductions match on all ranks and overlap the rest of backward. Gradients that
+are missing at the end of backward count as zeros. If a gradient arrives after its unit was reduced,
+the unit is reduced again. A tile's gradient is reduced on every arrival: once per use.
 
-Everything here answers questions; ``backward.py`` asks them, and has reductions issued.
+Nothing is reduced here: ``backward.py`` asks, and has reductions issued.
 """
 
 from collections import Counter
@@ -19,21 +19,21 @@ from shardwise.runtime.unit import Unit
 
 
 class Reductions:
-    """The gradients of the current backward of one model."""
+    """The gradients of a model in the current backward."""
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = [unit for unit in units if unit.trained]
         self.slots = [slot for unit in units for slot in unit.slots if slot.is_trained]
         self.order: list[Unit] | None = None
-        """Units in the order of their reductions; None until one backward was recorded."""
+        """Units in the order of their reductions; None until the first backward was recorded."""
         self._expected: dict[ParamSlot, int] = {}
         """How many gradients each parameter got in the recorded backward."""
         self._missing: dict[Unit, int] = {}
         self._recorded: list[Unit] = []
         self._launched: Counter[Unit] = Counter()
-        """How often each unit was reduced in this backward."""
+        """How many times each unit was reduced in this backward."""
         self.skipped: set[Unit] = set()
-        """Units that this rank passed by: others may wait for its zeros."""
+        """Units that this rank skipped: other ranks may wait for its zeros."""
         self._next = 0
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class Reductions:
     def take(self, slot: ParamSlot, grad: torch.Tensor) -> bool:
         """Copies a local gradient that autograd has accumulated.
 
-        Returns whether its unit has all that the recorded backward had.
+        Returns whether its unit now has all gradients that it had in the recorded backward.
         """
         full, unit = slot.flat.grads.full, slot.unit
         if full is None:
@@ -64,7 +64,7 @@ class Reductions:
         return unit.is_tile or self._missing[unit] == 0
 
     def proposed_by(self, slot: ParamSlot) -> Unit | None:
-        """While a backward is recorded: the unit that an arrival completes."""
+        """While recording: the unit that this arrival completes, if any."""
         unit = slot.unit
         if unit.is_tile:
             return unit
@@ -74,7 +74,7 @@ class Reductions:
         return None
 
     def next_ready(self) -> Unit | None:
-        """The next unit in the recorded order, if it is ready; its turn is over by that."""
+        """Takes the next unit of the recorded order, if it is ready."""
         if self.order is None or self._next >= len(self.order):
             return None
         unit = self.order[self._next]
@@ -91,8 +91,8 @@ class Reductions:
         self._launched[unit] += 1
 
     def agreed(self, unit: Unit) -> bool:
-        """While recording: all ranks reduce a unit now, unless they have; what this one has not
-        computed yet arrives late."""
+        """While recording: all ranks reduce a unit now, if they have not yet. Gradients that this
+        rank has not computed yet arrive late."""
         if unit in self._launched and not unit.is_tile:
             return False
         self._recorded.append(unit)
@@ -100,14 +100,14 @@ class Reductions:
 
     def took(self, unit: Unit) -> bool:
         """Whether all gradients of a unit have been taken in this backward."""
-        if unit.is_tile:  # others may come, unless the recorded backward says otherwise
+        if unit.is_tile:  # more may come, unless the recorded backward had no more
             return self.order is not None and self._launched[unit] >= self.order.count(unit)
         return unit in self._launched
 
     def rest(self) -> list[Unit]:
-        """What is still to be reduced at the end of backward.
+        """The units that are still to be reduced at the end of backward.
 
-        The root last: it surrounds all others, even if some rank used nothing else.
+        The root comes last, because it encloses all others, even if a rank used only the root.
         """
         rest = [unit for unit in self.units if unit not in self._launched]
         if self.order is not None:
@@ -115,8 +115,8 @@ class Reductions:
         return sorted(rest, key=lambda unit: unit.encloses)
 
     def is_last(self, unit: Unit) -> bool:
-        """Whether the gradients that were taken last complete the step's, as far as this rank knows
-        by itself: no more come, and all parameters got theirs here."""
+        """Whether this rank knows by itself that a unit's last reduction completes the step: it
+        expects no more gradients, and every parameter of the unit got one on this rank."""
         assert self.order is not None
         arrived = all(
             slot.arrivals >= max(1, self._expected.get(slot, 0))
@@ -126,12 +126,12 @@ class Reductions:
         return arrived and unit not in self.order[self._next :] and unit not in self.skipped
 
     def finish_recording(self, rest: list[Unit]) -> None:
-        """The recorded reductions become the order."""
+        """Makes the recorded reductions the order."""
         self.order = sorted(self._recorded + rest, key=lambda unit: unit.encloses)
         self._expected = {slot: slot.arrivals for slot in self.slots if slot.arrivals}
 
     def flags(self, updated: set[Unit], dropped: list[bool]) -> torch.Tensor:
-        """What this rank has to tell the others at the end of a backward."""
+        """What this rank reports to the others at the end of a backward."""
         found = [slot.used for slot in self.slots]
         found += dropped
         pending = {slot.unit for slot in self.slots if slot.pending}
@@ -140,7 +140,7 @@ class Reductions:
         return torch.tensor(found, dtype=torch.uint8)
 
     def read_flags(self, flags: list[int], *, synchronises: bool) -> "Flags":
-        """What all ranks have told: which parameters any of them used, among other things."""
+        """Reads what all ranks reported, and notes which parameters any of them used."""
         slots, units, count = self.slots, self.units, len(self.slots)
         for slot, used in zip(slots, flags[:count], strict=True):
             slot.has_grad = slot.has_grad or bool(used)
@@ -156,15 +156,15 @@ class Reductions:
 
 
 class Flags:
-    """What any rank has to say at the end of a backward."""
+    """What the ranks reported at the end of a backward."""
 
     def __init__(self, dropped: list[ParamSlot], late: list[Unit], updated: list[Unit]) -> None:
         self.dropped, self.late, self.updated = dropped, late, updated
-        """Parameters whose gradient the user of any rank dropped before backward was finished,
-        units that any rank has more gradients for, and units that any rank's backward updated."""
+        """Parameters whose gradient was dropped during backward, units with more gradients to
+        reduce, and units that backward updated; each on any rank."""
 
     def require_old(self) -> None:
-        """Raises where a unit's gradient changed after it was updated with it."""
+        """Raises if a unit's gradient changed after backward had updated the unit."""
         _require_old(self.updated, self.late, "got a gradient")
         _require_old(self.updated, [slot.unit for slot in self.dropped], "lost a gradient")
 
@@ -173,6 +173,6 @@ def _require_old(updated: list[Unit], units: list[Unit], but: str) -> None:
     for unit in units:
         if unit in updated:
             raise UsageError(
-                f"Unit '{unit.name}' {but} after it had been updated in the same backward; set "
-                "tiers.update = 'step' in the plan, and load a checkpoint."
+                f"Unit '{unit.name}' {but} after it had been updated in the same backward; load a "
+                "checkpoint, and set tiers.update = 'step' in the plan."
             )

@@ -1,8 +1,8 @@
-"""The runtime of one sharded model on one rank: its parts, and what the rest of it asks of them.
+"""The runtime of one sharded model on one rank: its components, and what they share.
 
-Who decides is the issuer (``plans/order.py``), who does it the executor (``execute.py``); hooks
-fire the moments of ``forward.py`` and ``backward.py``. Here is what is neither: values for users,
-contexts, recovery.
+The issuer (``plans/order.py``) decides, the executor (``execute.py``) executes, and hooks fire the
+moments of ``forward.py`` and ``backward.py``. This module has the rest: values for users, contexts,
+and recovery after exceptions.
 """
 
 import sys
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counters:
-    """What happened beyond the plan; all zero when ranks and passes agree."""
+    """Counts of work beyond the plan; all zero while ranks and passes agree."""
 
     extra_gathers: int = 0
     """Uses beyond the recorded order, agreed on by all ranks."""
     skipped_gathers: int = 0
     """Gathers that this rank took part in only because others needed its shard."""
     late_reduces: int = 0
-    """Units reduced twice because a gradient arrived after the first time."""
+    """Units reduced again because a gradient arrived after the first reduction."""
 
 
 class Runtime:
@@ -74,13 +74,13 @@ class Runtime:
         self.sync = True
         """False under no_sync."""
         self.accumulated = False
-        """Whether a micro-batch under no_sync came since the last synchronisation."""
+        """Whether a micro-batch ran under no_sync since the last synchronisation."""
         self.removers: list[Callable[[], None]] = []
         """Run by ``unshard``."""
         self.recoveries: list[Callable[[], None]] = []
-        """Run before every pass: each ends what an exception left unfinished elsewhere, if any."""
+        """Run before every pass: each finishes what an exception left unfinished, if anything."""
         self.forgets: list[Callable[[], None]] = []
-        """Run after an interrupted forward: each forgets calls whose end it will never see."""
+        """Run after an interrupted forward: each forgets calls that will never return."""
         self.activations: Activations | None = None
         """Set by ``recompute.install``."""
         self.issuer = Issuer([unit.ops for unit in units], plan.prefetch, plan.keep_until)
@@ -104,7 +104,7 @@ class Runtime:
 
     @property
     def observers(self) -> list[Callable[[Done], None]]:
-        """Each is given every operation that is done."""
+        """Each is called with every executed operation."""
         return self.executor.observers
 
     @property
@@ -113,7 +113,7 @@ class Runtime:
         return self.forward.depth > 0 or in_autograd()
 
     def phase(self) -> Phase:
-        """Where in a step a pass with gradients is that begins now."""
+        """The phase of a pass with gradients that begins now."""
         if self.sync:
             return Phase.LAST if self.accumulated else Phase.ONLY
         return Phase.MIDDLE if self.accumulated else Phase.FIRST
@@ -121,16 +121,16 @@ class Runtime:
     # --- values -------------------------------------------------------------------------------
 
     def access(self, slot: ParamSlot, what: str) -> None:
-        """A guarded parameter's values are asked for: wait, gather, or refuse."""
+        """A guarded parameter's values are read: wait for a refresh, gather, or raise."""
         if slot.unit.state is State.REFRESHING:
             slot.unit.settle()
         elif self.in_pass:
-            # Read outside its own module's forward: its unit stays for whole passes.
+            # Read outside its own module's forward: its unit now stays gathered for whole passes.
             self.issuer.stays(slot.unit.index)
             self.issues.follow(self.issuer.on(Trigger.BEFORE_FORWARD, slot.unit.index))
         else:
             shards = slot.unit.rungs.ladder.parts[slot.unit.rungs.params]
-            where = f"in shards on {shards} ranks" if shards > 1 else "on another tier"
+            where = f"as shards on {shards} ranks" if shards > 1 else "on another tier"
             raise UsageError(
                 f"'{what}' needs the values of parameter '{slot.name}', which rest {where}: read "
                 "them inside 'with shardwise.full_params(model):' (write with write=True), or take "
@@ -138,7 +138,7 @@ class Runtime:
             )
 
     def write(self, slot: ParamSlot, value: torch.Tensor) -> None:
-        """Overwrites a parameter by a full value that all ranks pass alike."""
+        """Overwrites a parameter with a full value, which must be equal on all ranks."""
         if self.in_pass:
             raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
         self.steps.require(f"Writing '{slot.name}'")
@@ -148,11 +148,11 @@ class Runtime:
         self.changed(slot.unit)
 
     def changed(self, unit: Unit) -> None:
-        """A unit's values are new: what is kept or was fetched is stale."""
+        """A unit's values have changed: drops what was kept or fetched, which is stale."""
         self.executor.run(self.issuer.changed(unit.index))
 
     def open(self, unit: Unit) -> None:
-        """Gathers a unit for people: all of it, exactly; collective."""
+        """Gathers a unit for the user, without a lossy wire format; collective."""
         self.executor.run(self.issuer.open(unit.index))
         unit.settle()
 
@@ -165,7 +165,7 @@ class Runtime:
         return self.issuer.opened
 
     def release_all(self) -> None:
-        """Before values change: no gathered copy of the old ones stays, and no rank reads them."""
+        """Before values change: frees all gathered copies, and waits until no rank reads them."""
         self.forward.uses.forget_backward()
         self.executor.run(self.issuer.release_all())
         for unit in self.units:
@@ -183,7 +183,7 @@ class Runtime:
             self.sync = before
 
     def admit(self, unit: Unit) -> None:
-        """Raises if a forward cannot begin; nothing is left to end then."""
+        """Raises if a forward cannot begin; then there is nothing to undo."""
         if self.in_pass:
             return
         if unit.encloses:
@@ -193,9 +193,9 @@ class Runtime:
         self.steps.require("forward")
 
     def recover(self) -> None:
-        """Brings an unfinished pass (an exception in forward or backward) to its regular end.
+        """Finishes a pass that an exception in forward or backward interrupted.
 
-        Transfers that other ranks expect are still made, so that ranks stay in step.
+        The transfers that other ranks expect are still made, so that ranks stay in step.
         """
         for recover in self.recoveries:
             recover()
@@ -203,10 +203,10 @@ class Runtime:
         self.forward.interrupt()
 
     def notice_interruption(self, running: int = 0) -> None:
-        """Recovers from a forward that counts as running but left this thread's stack.
+        """Recovers from a forward that is marked as running but left this thread's stack.
 
-        After a KeyboardInterrupt torch calls no hooks, not even those that it calls after errors.
-        ``running`` is how many calls of the model are known to be on the stack.
+        After a KeyboardInterrupt torch calls no hooks, not even hooks with ``always_call``.
+        ``running``: how many calls of the model are known to be on the stack.
         """
         if self.forward.depth == 0 or in_autograd():
             return
@@ -223,7 +223,7 @@ class Runtime:
         self.recover()
 
     def require_idle(self, what: str, *, before_step: bool = False) -> None:
-        """``before_step``: it belongs between backward and the step."""
+        """Raises inside a pass. ``before_step``: ``what`` belongs between backward and the step."""
         self.notice_interruption()
         if self.in_pass:
             raise UsageError(f"{what} cannot run inside the model's forward or backward.")

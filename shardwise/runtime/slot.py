@@ -1,4 +1,4 @@
-"""A parameter's place in the sharded world, or that of one of its tiles."""
+"""The slot of a parameter, or of one of its tiles, in its unit's flat."""
 
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class ParamSlot:
-    """A parameter's place in the sharded world, or that of one of its tiles.
+    """The slot of a parameter, or of one of its tiles, in its unit's flat.
 
-    It answers for the values while they are guarded.
+    It answers accesses to the parameter while it is guarded.
     """
 
     unit: "Unit"
@@ -30,29 +30,30 @@ class ParamSlot:
     ) -> None:
         self.name, self.spec, self.flat = spec.param.name, spec, flat
         self.parameter = parameter
-        """What is computed with: the user's own, or a tile's."""
+        """The parameter used in compute: the user's own, or a tile's."""
         self.face, self.start = face, start
-        """The parameter as the user sees it, and where in it (in elements) this slot begins."""
+        """The parameter as the user sees it, and the element of it where this slot begins."""
         face.slots.append(self)
         self.is_trained = spec.param.requires_grad
         self.place = spec.interval.relative_to(0)
-        """Its elements of the flat's full buffers."""
+        """Its elements in the flat's full buffers."""
         self.segment = spec.interval.intersect(flat.optim_at)
-        """The elements of this parameter that OS's part on this rank covers; may be empty."""
+        """The elements of this parameter in this rank's shard of OS; may be empty."""
         self.has_grad = False
-        """Whether a gradient was accumulated and not dropped; alike on all ranks once reduced."""
+        """Whether it has a gradient that was not dropped; after reduction the same on all ranks."""
         self.accumulate: torch.autograd.graph.Node | None = None
         """Autograd's node that puts gradients into ``parameter.grad``; see ``hooks.py``."""
         self.arrivals = 0
         """Local gradients that arrived in the current backward."""
         self.pending = False
-        """Whether the flat's open gradient buffer has one from this parameter."""
+        """Whether the flat's full gradient buffer has a gradient of this parameter."""
         self.used = False
         """Whether any local gradient arrived since the last synchronisation."""
         self.spent = 0
-        """How many optimizers backward has stepped with the gradient."""
+        """How many optimizers have updated the parameter in backward with its gradient."""
 
     def require_unspent(self) -> None:
+        """Raises if backward has already updated the parameter with its gradient."""
         if self.spent:
             raise UsageError(
                 f"The gradient of '{self.name}' cannot be changed any more: backward has updated "
@@ -60,11 +61,11 @@ class ParamSlot:
             )
 
     def access(self, what: str) -> None:
-        """A guarded parameter's values are asked for."""
+        """Makes the values of the guarded parameter readable, or raises."""
         self.runtime.access(self, what)
 
     def write(self, value: torch.Tensor) -> None:
-        """Overwrites the parameter by a full value that all ranks pass alike."""
+        """Overwrites the parameter with a full value, which must be equal on all ranks."""
         self.runtime.write(self, value)
 
     def of(self, buffer: torch.Tensor | None, place: Interval) -> torch.Tensor | None:
@@ -76,15 +77,15 @@ class ParamSlot:
 
     @property
     def part_shape(self) -> torch.Size:
-        """The shape of this rank's part of it and of its states: flat, but a scalar stays one."""
+        """The shape of this rank's shard of it and of its states: flat, but () for a scalar."""
         scalar = self.spec.param.shape == () and self.segment.numel
         return torch.Size(() if scalar else (self.segment.numel,))
 
     @property
     def own(self) -> slice:
-        """The elements of the user's parameter that OS's part on this rank covers here."""
+        """The elements of the user's parameter in this rank's shard of OS, from this slot."""
         return self.segment.relative_to(self.spec.interval.start - self.start)
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This slot's elements of a value of the user's parameter; flat."""
+        """This slot's elements of a value of the user's parameter, flattened."""
         return whole.reshape(-1)[self.start : self.start + self.spec.param.numel]

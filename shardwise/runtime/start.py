@@ -1,4 +1,4 @@
-"""Where parameters start from: the model's own initialisation, or rank 0's values."""
+"""Initial values of parameters: the model's own initialisation, or rank 0's values."""
 
 import torch
 from torch import nn
@@ -16,23 +16,23 @@ from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Homes
 
 Seeds = dict[int, int]
-"""The agreed seed of each deferred tensor, by the tensor's id."""
+"""The agreed seed of each deferred tensor, by the id of the tensor."""
 
 
 class Start:
-    """Where parameters start from: the model's own initialisation, or rank 0's values."""
+    """Gives every parameter its initial value: deferred initialisation, or rank 0's value."""
 
     def __init__(self, model: nn.Module, grid: Grid, homes: Homes, pool: Pool) -> None:
         self._grid, self._homes, self._pool = grid, homes, pool
         self._seeds = _agree_on_seeds(model, grid)
         self._tiled: dict[int, TiledFace] = {}
-        """By the id of their parameter."""
+        """By the id of the tiled parameter."""
         self._whole: torch.Tensor | None = None
         """The values of the tiled parameter whose tiles are being filled."""
         _settle_buffers(model, grid, self._seeds)
 
     def slot(self, unit: Members, parameter: nn.Parameter, spec: Slot, flat: Flat) -> ParamSlot:
-        """A parameter's place, or that of one of its tiles."""
+        """The slot of a parameter, or of one of its tiles."""
         whole, tile = unit.whole, unit.module
         if whole is None:
             return ParamSlot(parameter, spec, flat, Face(spec.param.name, parameter))
@@ -44,7 +44,7 @@ class Start:
         return ParamSlot(parameter, spec, flat, face, tile.start * spec.param.shape[1])
 
     def value(self, slot: ParamSlot) -> torch.Tensor:
-        """The full value of a slot to start from."""
+        """The full initial value of a slot."""
         parameter, device = slot.face.parameter, self._grid.device
         if not parameter.is_meta:
             value = slot.parameter.detach()
@@ -55,14 +55,14 @@ class Start:
         if not slot.face.is_tiled:
             return materialize(parameter, device=device, seed=seed)
         if self._whole is None:
-            # Not in memory, which is what a tiled parameter may be too large for.
+            # On the disk if there is one: a tiled parameter may be too large for memory.
             disk = self._homes.disk if device.type == "cpu" else None
             allocate = disk.store.scratch if disk is not None else None
             self._whole = materialize(parameter, device=device, seed=seed, allocate=allocate)
         return slot.rows_of(self._whole)
 
     def filled(self, slot: ParamSlot) -> None:
-        """A slot has its values; with the last tile the whole parameter's own memory goes."""
+        """A slot has its values. After the last tile the whole parameter's memory is freed."""
         face = slot.face
         if isinstance(face, TiledFace) and len(face.slots) == len(face.whole.tiles):
             self._whole = None
@@ -72,7 +72,7 @@ class Start:
 
 
 def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
-    """The seed of every deferred tensor's initialisation: rank 0's, as with values."""
+    """The initialisation seed of every deferred tensor; all ranks take rank 0's."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if is_deferred(t)]
     mine = [deferred_seed(tensor) for tensor in tensors]
     agreed = grid.control.broadcast_object(mine, "seeds of the initialisation")
@@ -81,7 +81,7 @@ def _agree_on_seeds(model: nn.Module, grid: Grid) -> Seeds:
 
 
 def _settle_buffers(model: nn.Module, grid: Grid, seeds: Seeds) -> None:
-    """Buffers are rank 0's at the start and local afterwards."""
+    """Buffers start with rank 0's values; afterwards each rank has its own."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -101,7 +101,7 @@ def rest_on(parameter: nn.Parameter, view: torch.Tensor) -> None:
     if not parameter.is_meta:
         parameter.data = view
         return
-    # `.data` cannot change the device, so the object gets the inside of another one.
+    # `.data` cannot change the device, so the object swaps contents with a new one.
     forget(parameter)
     replacement = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
     replacement.data = view  # not nn.Parameter(view): that would share the flat's version counter

@@ -1,4 +1,4 @@
-"""Whose step it is: the optimizers of a model, and what backward has updated before they step."""
+"""The optimizers of a model, and the units that backward has updated before they step."""
 
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -23,9 +23,9 @@ class Steps:
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
         self.optimizers: WeakKeyDictionary[Optimizer, ref[OptimizerTakeover]] = WeakKeyDictionary()
-        """Those that were taken over, and by whom."""
+        """The optimizers, each with its takeover."""
         self.half_updated = False
-        """Whether any rank's last backward has updated units, and no step followed."""
+        """Whether the last backward updated units on any rank, and no step followed."""
 
     def state_of(self, optimizer: Optimizer, slot: ParamSlot) -> dict[str, Any]:
         """What an optimizer keeps for this rank's shard of a parameter."""
@@ -34,7 +34,7 @@ class Steps:
         return takeover.state_of(slot) if takeover else shown_state(optimizer, slot)
 
     def update_early(self, unit: Unit, op: Op, reduced: list[Ticket]) -> list[Ticket]:
-        """Begins the update of a unit whose last gradients of this step are being reduced."""
+        """Starts the update of a unit whose last gradients of this step are being reduced."""
         moving = [takeover for takeover in self._takeovers() if takeover.moves(unit)]
         ready = Chained(DONE, reduced)
         found: list[Ticket] = []
@@ -54,11 +54,11 @@ class Steps:
         return {unit for takeover in self._takeovers() for unit in takeover.updated}
 
     def stepped(self) -> None:
-        """An optimizer has stepped, or forgets that it should."""
+        """An optimizer has stepped, or its pending step was cancelled."""
         self.half_updated = bool(self.updated)
 
     def require(self, what: str) -> None:
-        """Raises if some units have new values already and others still the old ones."""
+        """Raises if some units already have new values while others have old ones."""
         if self.half_updated or self.updated:
             raise UsageError(
                 f"{what} cannot run now: the last backward has updated units (tiers.update = "

@@ -1,4 +1,4 @@
-"""The tensors in what modules are given and return."""
+"""Finds the tensors in the arguments and results of modules."""
 
 from collections.abc import Mapping, Sequence
 from types import FunctionType
@@ -24,11 +24,11 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 _MAX_DEPTH = 6
 _OPAQUE = (type(None), str, bytes, int, float, type, nn.Module, FunctionType)
-"""What no result of a forward hides in."""
+"""Types that are not searched: no forward hides a result in them."""
 
 
 def _items(value: object) -> list[object]:
-    """What a container contains, or the attributes of any other object."""
+    """The items of a container, or the attributes of any other object."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):

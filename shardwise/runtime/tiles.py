@@ -1,4 +1,4 @@
-"""Layers in tiles: their own forward is hidden by one that goes from tile to tile."""
+"""Replaces the forward of layers in tiles by one that computes tile after tile."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from shardwise.tier.memory import return_large_blocks
 
 
 def install(runtime: Runtime) -> None:
-    """Makes the layers of tiled parameters compute in tiles; ``runtime.removers`` undo it."""
+    """Makes layers with tiled parameters compute in tiles; ``runtime.removers`` undo it."""
     tiled = [face for face in runtime.faces if isinstance(face, TiledFace)]
     for face in tiled:
         for layer in face.whole.users:
@@ -49,7 +49,7 @@ class _Forward:
         return in_tiles(self._face.whole, self._layer, input, self._runtime.forward.late)
 
     def _with_whole(self, input: Tensor) -> Tensor:
-        """Inside ``full_params`` the user may have changed the values, so those count."""
+        """Inside ``full_params`` the user may have changed the full values, so they are used."""
         if torch.is_grad_enabled():
             raise UsageError(
                 f"'{self._face.name}' is computed in tiles, which cannot be trained inside "

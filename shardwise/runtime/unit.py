@@ -1,8 +1,8 @@
-"""A unit at run time: its flats, its slots, and its state. No policy: see ``plans/order.py``.
+"""A unit at run time: its flats, slots and state. Decisions are made in ``plans/order.py``.
 
-A unit is in one of four states; what each costs in memory on this rank:
+A unit is in one of four states. What each means for the memory of this rank:
 
-RESTING     P's shard only, unless that rests on a disk (and the kept rung, if any)
+RESTING     P's shard, unless it rests on a disk, and the kept rung, if any
 COMING      the full buffer has memory and is being filled
 GATHERED    the full buffer holds current values; parameters are ordinary tensors
 REFRESHING  P rests in full, and updated values are still arriving
@@ -38,7 +38,7 @@ _MOVES = {
     (State.COMING, State.COMING),  # fetched, and now gathered
     (State.COMING, State.GATHERED),
     (State.GATHERED, State.RESTING),
-    (State.GATHERED, State.COMING),  # a collective that others need, though we have it
+    (State.GATHERED, State.COMING),  # a collective that others need, even if this rank has values
     (State.GATHERED, State.REFRESHING),
     (State.REFRESHING, State.GATHERED),
     (State.REFRESHING, State.REFRESHING),
@@ -55,30 +55,30 @@ class Unit:
         self.ops, self.flats = ops, flats
         self.slots: list[ParamSlot] = []
         self.parameters: list[nn.Parameter] = []
-        """Of the slots, in their order."""
+        """The parameters of the slots, in the same order."""
         self.arrived: set[ParamSlot] = set()
-        """Slots that got a gradient since a backward of the unit's calls began."""
+        """Slots that got a gradient since the backward of the unit's calls began."""
         self.trained = [flat for flat in flats if flat.spec.requires_grad]
         self.encloses, self.travels = ops.encloses, ops.travels
         self.is_tile = isinstance(module, Tile)
         self.state = State.GATHERED if not ops.travels else State.RESTING
         self.coming: Ticket = DONE
-        """Of the values that are on their way to the full buffer."""
+        """For the values on their way to the full buffer."""
         self.fetching: Ticket = DONE
-        """Of a fetch that waits for a refresh."""
+        """For a fetch that waits for a refresh."""
         self.refreshed: Ticket = DONE
-        """Of updated values' way to P's shard."""
+        """For the refresh of P's shard with updated values."""
         self.refreshing = False
-        """Whether they may still be on it."""
+        """Whether that refresh may still run."""
         self.new: set[Flat] = set()
-        """Flats whose own elements of P the last update has written itself."""
+        """Flats for which the last update itself wrote this rank's elements of P."""
 
     def __repr__(self) -> str:
         return f"<unit {self.name!r}: {self.spec.numel} parameters, {self.state}>"
 
     @cached_property
     def num_trained(self) -> int:
-        """How many of the slots are trained."""
+        """The number of trained slots."""
         return sum(len(flat.slots) for flat in self.trained)
 
     @property
@@ -87,12 +87,12 @@ class Unit:
 
     @property
     def held(self) -> Holds:
-        """By trained flat: whether micro-batches under no_sync have left something."""
+        """Per trained flat: whether micro-batches under no_sync have left gradients."""
         return tuple([flat.grads.holds for flat in self.trained])
 
     @property
     def summed(self) -> Holds:
-        """By trained flat: whether reductions have left something."""
+        """Per trained flat: whether reductions have left sums."""
         return tuple([flat.grads.has_sums for flat in self.trained])
 
     def move_to(self, state: State) -> None:
@@ -101,12 +101,12 @@ class Unit:
         self.state = state
 
     def settle(self) -> None:
-        """Waits for values that are on their way; afterwards parameters are ordinary tensors."""
+        """Waits for values on their way; afterwards the parameters are ordinary tensors."""
         if self.state is State.COMING or self.state is State.REFRESHING:
             self.coming.wait()
             self.move_to(State.GATHERED)
             guard.open_up(self.parameters)
 
     def close(self) -> None:
-        """From now on reading the parameters asks their owner."""
+        """Guards the parameters: reading them now asks their owner."""
         guard.close(self.parameters)

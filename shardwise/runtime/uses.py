@@ -1,8 +1,8 @@
 """Claims: which calls need a unit, and until when.
 
-A call runs from its module's forward hook to the next, and is in backward from the first gradient
-at its outputs until gradients leave through its inputs, or, where nothing leaves there, until all
-the unit's parameters have theirs. The issuer learns only whether any call is busy with a unit.
+A call runs from its module's forward pre-hook to its forward hook. It is in backward from the first
+gradient at its outputs until gradients leave through its inputs; if none leave there, until all
+parameters of the unit have a gradient. The issuer learns only whether any call needs the unit.
 """
 
 from typing import Protocol
@@ -15,11 +15,11 @@ class Call(Protocol):
     """One forward call of a unit's module; see ``hooks.py``."""
 
     leaves_by_inputs: bool
-    """Whether gradients leave through its inputs, which then says that it is over."""
+    """Whether gradients leave through its inputs: then that ends the call's backward."""
 
 
 class Uses:
-    """The calls of the units of one model."""
+    """The running calls of one model's units."""
 
     def __init__(self, units: list[Unit], issuer: Issuer) -> None:
         self._units, self._held = units, issuer.units
@@ -40,7 +40,7 @@ class Uses:
         self._held[unit.index].busy = True
 
     def leave(self, unit: Unit) -> bool:
-        """A call's forward is over; returns whether it was the last one that ran."""
+        """A call's forward is over; returns whether no other forward of the unit runs."""
         self._running[unit.index] -= 1
         self._note(unit.index)
         return self._running[unit.index] == 0
@@ -59,7 +59,7 @@ class Uses:
         self._note(unit.index)
 
     def complete(self, unit: Unit) -> list[Call]:
-        """All of a unit's parameters got their gradients: the calls that are over by that."""
+        """The calls that end because all parameters of the unit got their gradients."""
         return [call for call in self._in_backward[unit.index] if not call.leaves_by_inputs]
 
     def has_all_grads(self, unit: Unit) -> bool:
@@ -67,7 +67,7 @@ class Uses:
         return len(unit.arrived) == unit.num_trained
 
     def taken(self, unit: Unit) -> None:
-        """A unit's gradients are being reduced: calls that no input can end are over."""
+        """A unit's gradients are being reduced: ends the calls that no input can end."""
         calls = self._in_backward[unit.index]
         self._in_backward[unit.index] = {call for call in calls if call.leaves_by_inputs}
         self._note(unit.index)
@@ -75,12 +75,12 @@ class Uses:
     # --- ends ---------------------------------------------------------------------------------
 
     def forget_running(self) -> None:
-        """A forward was interrupted."""
+        """Forgets running forwards after an interruption."""
         self._running = [0] * len(self._units)
         self._note_all()
 
     def forget_backward(self) -> None:
-        """Backward is over, whatever its calls got."""
+        """Backward is over: forgets its calls."""
         for calls in self._in_backward:
             calls.clear()
         self._note_all()

@@ -1,4 +1,4 @@
-"""Values from outside, on their way into a flat's shard of P and its master."""
+"""Writes values from outside into a flat's shard of P and into its master."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ from shardwise.tier.rest import PartOf, Rest
 
 
 def make_master(flat: Flat, *, empty: bool = False) -> None:
-    """Gives a trained flat its master; ``empty``: before P has any values."""
+    """Makes a trained flat's master weights; ``empty``: do not copy P's values into them."""
     params = flat.params
     if not flat.has_master:
         params.master = PartOf(params.shard, flat.own)
@@ -26,7 +26,7 @@ def make_master(flat: Flat, *, empty: bool = False) -> None:
 
 @contextmanager
 def writing(flat: Flat) -> Iterator[Callable[[Slot, torch.Tensor], None]]:
-    """Gives a function that takes this rank's elements of a value, into shard and master."""
+    """Yields a function that writes this rank's elements of a value to P's shard and the master."""
     with ExitStack() as stack:
         targets = [
             (stack.enter_context(rest.use(writes=True)), place) for rest, place in _targets(flat)
@@ -44,7 +44,7 @@ def writing(flat: Flat) -> Iterator[Callable[[Slot, torch.Tensor], None]]:
 
 
 def write(flat: Flat, slot: Slot, value: torch.Tensor) -> None:
-    """Takes this rank's elements of one parameter's full value; nothing else is read."""
+    """Writes this rank's elements of one parameter's full value, without reading the rest."""
     for rest, place in _targets(flat):
         common = slot.interval.intersect(place)
         if common.numel:
@@ -55,7 +55,7 @@ def write(flat: Flat, slot: Slot, value: torch.Tensor) -> None:
 
 
 def _targets(flat: Flat) -> list[tuple[Rest, Interval]]:
-    """Where values from outside go."""
+    """The shards that values from outside are written to, with their intervals."""
     found = [(flat.params.shard, flat.part_at)]
     if flat.params.master is not None and flat.has_master:
         found.append((flat.params.master, flat.optim_at))

@@ -1,8 +1,8 @@
-"""Where this rank's shard of a state is between uses: in memory, or on a disk.
+"""Where this rank's shard of a state rests between uses: in memory or on a disk.
 
 A *resident* shard is one permanent tensor. A *stored* shard has no memory of its own: ``use`` and
 ``lend`` read it into a buffer of a pool, and write it back if it changed. The optimizer borrows
-slices (``lend``), all others use the whole shard.
+slices (``lend``); everything else uses the whole shard.
 """
 
 import threading
@@ -45,7 +45,7 @@ class Rest(Protocol):
         """Start to read the whole shard into memory, for the next ``use``."""
 
     def discard(self) -> None:
-        """Drop what was prefetched: it is stale, or was not used."""
+        """Drop what was prefetched, because it is stale or was not used."""
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
         """Lend elements for reading and writing; without ``reads`` their contents are arbitrary."""
@@ -182,7 +182,7 @@ class PartOf:
             self.tensor = whole.tensor[place]
 
     def prefetch(self) -> None:
-        pass  # the other shard is prefetched by itself
+        pass  # the whole shard is prefetched separately
 
     def discard(self) -> None:
         pass
@@ -295,6 +295,7 @@ class Homes:
             self.disk.pool.trim()
 
     def check(self) -> None:
+        """Raise the error of a write that failed, if any."""
         if self.disk is not None:
             self.disk.writes.check()
 

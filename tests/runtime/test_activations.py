@@ -383,7 +383,7 @@ def my_batch(step: int) -> tuple[torch.Tensor, ...]:
 # --- one process: as plain PyTorch ----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Unit .* is called inside a checkpoint")
+@pytest.mark.filterwarnings("ignore:Unit .* is called inside the model's own checkpoint")
 @pytest.mark.parametrize("setting", ["recompute", "nvme"])
 @pytest.mark.parametrize("name", KINDS)
 def test_losses_gradients_and_states_are_those_of_plain_pytorch_bit_for_bit(name, setting):
@@ -655,7 +655,7 @@ def test_a_unit_that_writes_into_its_input_is_recomputed_from_what_it_got():
     sharded = shard(kind, "nvme")
     train(sharded, updates=False).assert_equals(train_plain(kind))
     small = shard(kind, "nvme", small=1 << 20)
-    with pytest.raises(UsageError, match="written in place after the unit's forward"):
+    with pytest.raises(UsageError, match="written in place after its unit's forward"):
         train(small)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that rest in parts: true metadata, no values, clear refusals; never garbage."""
+"""Parameters that rest as shards: true metadata, no values, clear refusals; never garbage."""
 
 import copy
 import io

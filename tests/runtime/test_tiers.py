@@ -338,7 +338,7 @@ def test_a_failed_write_is_told_by_the_next_forward(tmp_path, monkeypatch):
 
 def test_a_plan_without_a_folder_is_refused():
     model = make(TinyGPT)
-    with pytest.raises(PlanError, match=r"tiers\.path names no folder"):
+    with pytest.raises(PlanError, match=r"tiers\.path is not set"):
         sw.shard(model, plan=sw.presets.infinity())
 
 

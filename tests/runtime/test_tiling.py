@@ -252,7 +252,7 @@ def check_refusals() -> None:
 
     model = make(Reads)
     sw.shard(model, plan=plan, levels="node=2", timeout_s=LIMIT_S)
-    with pytest.raises(UsageError, match=r"'linear' needs the values of parameter 'head\.weight'"):
+    with pytest.raises(UsageError, match=r"'linear' needs all values of parameter 'head\.weight'"):
         model(batch(0)[0])
     with pytest.raises(UsageError, match="'register_hook' has no effect"):
         model.head.weight.register_hook(lambda grad: grad)

@@ -280,7 +280,7 @@ def check_feedback_state() -> None:
     broken, got = run(2)
     for name in expected:
         assert torch.equal(got[name], expected[name]), name
-    with pytest.raises(sw.UsageError, match="belongs to no flat of this model"):
+    with pytest.raises(sw.UsageError, match="fits no flat of this model"):
         access.load_feedback_state(runtime_of(broken), {"elsewhere/0": torch.zeros(1, 16)})
     needed = sum(lost.nbytes for lost in access.feedback_state(runtime_of(straight)).values())
     topology = Topology.parse("node=2,world=2")

@@ -1,11 +1,11 @@
-"""Inputs of units on a tier between forward and backward.
+"""Inputs of units rest on a tier between forward and backward.
 
 [Note: Inputs on a tier]
-Autograd asks for a saved input's place (``pack``) and later for its values (``unpack``). In
-between it is an object of ours; when the graph dies, in backward or without one, so does this
-object, and room and memory are free again. What stays in memory: tensors smaller than
+Autograd saves an input through ``pack`` and gets its values back through ``unpack``. In between it
+holds a ``_Saved`` object. When the graph is freed, after backward or without one, this object is
+freed as well, and with it the input's space and memory. These stay in memory: tensors smaller than
 ``SMALL_BYTES``, parameters and views of them, views with holes or overlaps, tensor subclasses, and
-what hides in objects other than tuples, lists and dicts (those objects keep it alive anyway).
+tensors inside objects other than tuples, lists and dicts (which keep them alive anyway).
 """
 
 import contextlib
@@ -30,42 +30,42 @@ from shardwise.tier.pool import PAGE_BYTES, Pool
 from shardwise.tier.store import Record, Store
 
 _LATE_S = 1e-3
-"""A read that takes longer than this, once it is needed, was not there in time."""
+"""A read is late if backward has to wait longer than this for it."""
 
 
 @dataclass
 class Moved:
-    """What happened to the inputs of units."""
+    """Counts of what happened to the inputs of units."""
 
     out_bytes: int = 0
     in_bytes: int = 0
     num_reads: int = 0
     late_reads: int = 0
-    """Reads that backward had to wait for."""
+    """Reads that backward waited for."""
     waited_s: float = 0.0
-    """How long it waited for all reads."""
+    """How long backward waited for reads, in total."""
     recomputed_by_model: int = 0
-    """Calls inside checkpoints of the model's own: recomputed by those, with inputs in memory."""
+    """Calls inside the model's own checkpoints, which recompute them from inputs in memory."""
 
 
 @dataclass(eq=False)
 class _Home:
-    """Where an input's bytes are, and what is under way."""
+    """Where an input's bytes are, and the transfers in flight."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    """Of whole pages."""
+    """Rounded up to whole pages."""
     buffer: torch.UntypedStorage | None = None
-    """Host memory that holds the values, or is being filled with them."""
+    """Host memory that has the values, or into which they are being read."""
     copied: torch.cuda.Event | None = None
-    """On CUDA: after the copy to the buffer."""
+    """On CUDA: the end of the copy to the buffer."""
     coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
-    """On CUDA, from the host: the values on their way back."""
+    """On CUDA, tier cpu: the values on their way back."""
     record: Record | None = None
     ticket: Ticket | None = None
-    """Of the last write or read."""
+    """For the last write or read."""
     reading: bool = False
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -76,20 +76,20 @@ class _Home:
 
 
 class _Saved:
-    """What autograd holds in place of an input; its end is the end of the graphs that need it."""
+    """Autograd holds this in place of an input; it is freed with the last graph that needs it."""
 
     def __init__(self, home: _Home, storage: StorageWeakRef, retired: deque[_Home]) -> None:
         self.home, self.call, self.shared, self.taken = home, 0, False, False
-        self._storage = storage  # its address is not another tensor's as long as this is held
+        self._storage = storage  # while this is held, no other storage gets its address
         self._retired = retired
 
     def __del__(self) -> None:
-        # No more than this: it may run anywhere, inside a lock that giving back would need.
+        # Only this: it may run anywhere, even inside a lock that a release would need.
         self._retired.append(self.home)
 
 
 class _InMemory:
-    """What autograd holds in place of an input that stays as it is."""
+    """Autograd holds this in place of an input that stays in memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._version = tensor.detach(), tensor._version
@@ -97,17 +97,17 @@ class _InMemory:
     def values(self) -> torch.Tensor:
         if self._tensor._version != self._version:
             raise UsageError(
-                f"An input of shape {tuple(self._tensor.shape)} that a unit is recomputed from was "
-                "written in place after the unit's forward: write into a copy, or set "
+                f"An input of shape {tuple(self._tensor.shape)} was written in place after its "
+                "unit's forward, but the unit is recomputed from it: write into a copy, or set "
                 "activations = 'keep' in the plan."
             )
         return self._tensor
 
 
 class Offload:
-    """Inputs of calls, resting on a tier from forward to backward; see [Note: Inputs on a tier].
+    """Keeps inputs of calls on a tier from forward to backward; see [Note: Inputs on a tier].
 
-    When backward takes the inputs of one call, those of the call before it begin to come.
+    When backward takes the inputs of one call, the inputs of the call before it are prefetched.
     """
 
     def __init__(self, tier: "OnDisk | OnHost", runtime: Runtime) -> None:
@@ -123,12 +123,13 @@ class Offload:
         return len(self._saved)
 
     def hooks(self) -> saved_tensors_hooks:
-        """Around one call: torch's checkpoint saves its inputs, and nothing else, through them."""
+        """Hooks for one call: torch's checkpoint saves only the call's inputs through them."""
         self._call += 1
         return saved_tensors_hooks(self.pack, self.unpack)
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> _Saved | _InMemory:
+        """Moves an input to the tier, if it is one to move."""
         self.reap()
         if not self._moves(tensor):
             return _InMemory(tensor)
@@ -146,6 +147,7 @@ class Offload:
 
     @torch.no_grad()
     def unpack(self, saved: _Saved | _InMemory) -> torch.Tensor:
+        """An input's values; also prefetches the inputs of the call before."""
         if isinstance(saved, _InMemory):
             return saved.values()
         self.reap()
@@ -155,6 +157,7 @@ class Offload:
         return values
 
     def reap(self) -> None:
+        """Releases inputs whose graphs were freed."""
         while self._retired:
             self._tier.release(self._retired.popleft())
 
@@ -174,7 +177,7 @@ class Offload:
         )
 
     def _fetch_before(self, call: int) -> None:
-        """Backward goes through calls in reverse: those of the next one begin to come."""
+        """Prefetches the inputs of the previous call: backward visits calls in reverse."""
         waiting = [s for s in self._saved.values() if s.call < call and not s.taken]
         nearest = max((saved.call for saved in waiting), default=0)
         for saved in waiting:
@@ -183,13 +186,13 @@ class Offload:
 
 
 class _Copies:
-    """Copies between the device and host memory; on CUDA beside everything else."""
+    """Copies between the device and host memory; on CUDA in a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
-        """After the event ``target`` has the values; at once where there is none."""
+        """Copies; ``target`` has the values after the event, or at once if there is none."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -199,7 +202,7 @@ class _Copies:
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        on_device.record_stream(self._stream)  # it may be dropped before the copy is over
+        on_device.record_stream(self._stream)  # it may be freed before the copy is over
         return done
 
 
@@ -209,18 +212,18 @@ def _home_of(tensor: torch.Tensor) -> _Home:
 
 
 class OnDisk:
-    """Inputs in records of a store, through buffers that come back as soon as they can."""
+    """Inputs in records of a store; buffers return to the pool as soon as they can."""
 
     def __init__(self, store: Store, pool: Pool, device: torch.device, moved: Moved) -> None:
         self._store, self._device, self._moved = store, device, moved
         self._pool, self._copies = pool, _Copies(device)
         self._leaving: deque[_Home] = deque()
-        """In buffers since forward, oldest first."""
+        """Inputs still in buffers since forward, oldest first."""
         self._idle: dict[int, list[Record]] = defaultdict(list)
-        """Records to use again, by size."""
+        """Free records for reuse, by size."""
 
     def put(self, tensor: torch.Tensor) -> _Home:
-        """Begins to move an input out; it may change at once, as a buffer has it."""
+        """Starts to write an input. The input may change at once: its buffer has a copy."""
         while len(self._leaving) >= IN_FLIGHT:
             self._empty(self._leaving.popleft())
         for earlier in self._leaving:
@@ -231,7 +234,7 @@ class OnDisk:
             home.copied = self._copies.copy(tensor, home.view(home.buffer))
             home.record = self._room(home.nbytes)
             if home.copied is None:
-                self._write(home)  # else with the next one: the copy is to be over by then
+                self._write(home)  # on CUDA with the next input: by then the copy should be over
         except BaseException:
             self.release(home)
             raise
@@ -239,7 +242,7 @@ class OnDisk:
         return home
 
     def fetch(self, home: _Home) -> None:
-        """Begins to read, unless a buffer has the values."""
+        """Starts to read an input, unless a buffer still has it."""
         if home.buffer is not None:
             return
         assert home.record is not None
@@ -249,7 +252,7 @@ class OnDisk:
         self._moved.in_bytes += home.nbytes
 
     def take(self, home: _Home, *, stays: bool) -> torch.Tensor:
-        """The values; ``stays``: other calls will ask for them, too."""
+        """The values; ``stays``: other calls will need them as well."""
         start, is_late = time.perf_counter(), home.buffer is None
         self.fetch(home)
         assert home.buffer is not None
@@ -268,7 +271,7 @@ class OnDisk:
         return values
 
     def release(self, home: _Home) -> None:
-        """Nobody needs an input any more: its room and memory serve others."""
+        """Nobody needs an input any more: its record and memory can be reused."""
         if home in self._leaving:
             self._leaving.remove(home)
         if home.ticket is not None:
@@ -298,7 +301,7 @@ class OnDisk:
             self._moved.out_bytes += home.nbytes
 
     def _empty(self, home: _Home) -> None:
-        """Waits for a write; the values are on disk only from then on."""
+        """Waits for an input's write and returns its buffer."""
         self._write(home)
         assert home.ticket is not None
         home.ticket.wait()
@@ -327,7 +330,7 @@ class OnHost:
         return home
 
     def fetch(self, home: _Home) -> None:
-        """Begins to copy back; after the copy out, as both use one stream."""
+        """Starts to copy an input back; one stream orders this after the copy out."""
         if home.coming is None:
             assert home.buffer is not None
             values = home.empty(self._device)
@@ -356,7 +359,7 @@ class OnHost:
 
 
 def _order_after(home: _Home) -> None:
-    """On CUDA: the current stream goes on after copies from and to a buffer that is given back."""
+    """On CUDA: the current stream waits for copies from and to a buffer that is given back."""
     copies = (home.copied, home.coming[1] if home.coming else None)
     for event in copies:
         if event is not None:

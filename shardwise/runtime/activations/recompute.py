@@ -1,21 +1,21 @@
-"""What forward leaves for backward: all of it, or only what units start from, perhaps on a tier.
+"""Activations between forward and backward: all kept, or recomputed from the inputs of units.
 
 [Note: Recomputation]
 Under every setting but ``keep``, the outermost call of a unit other than the root runs under
-torch's checkpoint: autograd saves the call's inputs only, and the first gradient that needs more
-runs the forward again. By then the gradient has reached the call's outputs, so that ``hooks.py``
-has the unit gathered. Recomputation repeats what forward did, and nothing else:
+torch's checkpoint: autograd saves only the call's inputs, and the first gradient that needs more
+runs the forward again. By then the gradient has reached the call's outputs, so ``hooks.py`` has had
+the unit gathered. Recomputation repeats exactly what forward did:
 
-- dropout: torch restores the generators' states
-- arguments that forward changes (a cache of keys, a list that it appends to): forward gets the
-  caller's objects, recomputation gets copies of what they were before
-- buffers that forward changes (running statistics): recomputation starts from what forward
-  started from, and leaves no trace
-- not repeated faithfully: other attributes of modules, and an input that is written in place
-  after it was saved (torch's error says so, or, where it rests on a tier, the old values serve)
+- dropout: torch restores the states of the random generators
+- arguments that forward changes (a key cache, a list that it appends to): forward gets the caller's
+  objects, recomputation gets copies made before forward
+- buffers that forward changes (running statistics): recomputation starts from the same values as
+  forward, and its changes are discarded
+- not repeated: changes of other module attributes, and of an input that is written in place after
+  it was saved (torch raises an error; if the input rests on a tier, the saved values are used)
 
-A call inside a checkpoint of the model's own is recomputed by that one, so ours stays away. Under
-torch.compile the forwards of units run eagerly, as torch's checkpoint recomputes eagerly.
+A call inside the model's own checkpoint is recomputed by that checkpoint, so it gets none of ours.
+Under torch.compile the forwards of units run eagerly, because torch's checkpoint does.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ from shardwise.tier.store import Store
 
 
 def install(runtime: Runtime, store: Store | None, pool: Pool | None = None) -> "Activations":
-    """Makes a model's activations follow its plan; once, after ``hooks.install``.
+    """Makes a model's activations follow its plan; call it once, after ``hooks.install``.
 
-    ``store`` is where activations="nvme" rests them; ``pool`` has host memory (pinned on CUDA) for
-    buffers; None: one without a budget. The result, also at ``runtime.activations``, has counters
-    for people in ``moved``.
+    ``store`` holds the inputs under activations="nvme". ``pool`` has host memory (pinned on CUDA)
+    for buffers; None: a pool without a budget. The result is also ``runtime.activations``, and its
+    counters are in ``moved``.
     """
     setting = runtime.plan.activations
     if setting == "nvme" and store is None:
         raise UsageError(
-            "activations = 'nvme' in the plan needs a store on disk, and there is none: set "
-            "tiers.path to a folder."
+            "activations = 'nvme' in the plan needs a store on disk, and there is none; set "
+            "tiers.path to a folder on a fast disk."
         )
     activations = Activations(runtime, store if setting == "nvme" else None, pool)
     runtime.activations = activations
@@ -69,15 +69,14 @@ def install(runtime: Runtime, store: Store | None, pool: Pool | None = None) -> 
 
 
 class _Shadow:
-    """A unit's forward that saves its inputs only; hides the module's own.
+    """A unit's forward that saves only its inputs; see [Note: Recomputation].
 
-    See [Note: Recomputation]. Neither it nor its module can be copied: a copy would run the
-    original.
+    Neither it nor its module can be copied: a copy would run the original's forward.
     """
 
     def __init__(self, unit: str, module: nn.Module, activations: "Activations") -> None:
         self._unit, self._module, self._activations = unit, module, activations
-        self._hidden = module.__dict__.get("forward")  # of somebody else who hides the class's
+        self._hidden = module.__dict__.get("forward")  # somebody else's forward
         self._forward = module.forward
         self._buffers = _ChangingBuffers(module)
         self._removed = False
@@ -94,7 +93,7 @@ class _Shadow:
     __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
 
     def remove(self) -> None:
-        self._removed = True  # should somebody have hidden this one and still call it
+        self._removed = True  # somebody may have hidden this one and still call it
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self._hidden is not None:
@@ -107,7 +106,7 @@ class _Shadow:
         inputs = _Inputs(args, kwargs)
         buffers = self._buffers
         started_from = buffers.copies()
-        first = [(args, kwargs)]  # taken out by forward: a graph must not hold what it made
+        first = [(args, kwargs)]  # popped by forward: the graph must not keep these alive
 
         def call(*tensors: torch.Tensor) -> Any:
             if first:
@@ -124,7 +123,7 @@ class _Shadow:
 
 
 class _Inputs:
-    """A call's arguments without their tensors, which autograd saves: ``again`` puts those back."""
+    """A call's arguments without tensors. Autograd saves the tensors; ``again`` puts them back."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tensors: list[torch.Tensor] = [
@@ -140,11 +139,12 @@ class _Inputs:
         self._kwargs = {name: self._copied(value, memo) for name, value in kwargs.items()}
 
     def tensors(self) -> list[torch.Tensor]:
-        """What autograd is to save; forgotten here."""
+        """The tensors that autograd is to save; they are not kept here."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def again(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """Copies of the arguments for recomputation, with these tensors in their places."""
         memo: dict[int, Any] = {id(value): value for value in self._as_it_is}
         memo |= {id(place): tensor for place, tensor in zip(self._places, tensors, strict=True)}
         return copy.deepcopy(self._args, memo), copy.deepcopy(self._kwargs, memo)
@@ -153,7 +153,7 @@ class _Inputs:
         if not isinstance(value, nn.Module):
             try:
                 return copy.deepcopy(value, memo)
-            except Exception:  # a handle, a generator: it has no second copy
+            except Exception:  # a handle or a generator cannot be copied
                 pass
         return self._keep(value, memo)
 
@@ -170,20 +170,21 @@ class _Place:
 
 
 class _ChangingBuffers:
-    """The buffers that a unit's forward changes, learned from its first call in a mode."""
+    """The buffers that a unit's forward changes; learned per training mode from a first call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
         self._known: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
 
     def copies(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """Copies of the buffers that forward may change."""
         names = self._known.get(self._mode())
         if names is None:
             names = [(m, n) for m in self._modules for n, b in m._buffers.items() if b is not None]
         return {(m, n): _copy(b) for m, n in names if (b := m._buffers.get(n)) is not None}
 
     def learn(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-        """Forgets the copies of buffers that the first call left as they were."""
+        """Forgets the copies of buffers that the first call did not change."""
         if self._mode() not in self._known:
             for (module, name), value in list(before.items()):
                 now = module._buffers.get(name)
@@ -193,7 +194,7 @@ class _ChangingBuffers:
 
     @contextlib.contextmanager
     def replaced(self, values: dict[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
-        """Inside, buffers are copies of ``values``."""
+        """Replaces buffers by copies of ``values`` inside the context."""
         now = {(module, name): module._buffers.get(name) for module, name in values}
         for (module, name), value in values.items():
             module._buffers[name] = _copy(value)
@@ -231,7 +232,7 @@ def _plain_tensors(value: object) -> list[torch.Tensor]:
 
 
 def _in_checkpoint() -> bool:
-    """Whether forward runs inside a torch checkpoint, whose hooks then are the innermost ones."""
+    """Whether forward runs inside a torch checkpoint, whose hooks are then the innermost."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__qualname__", "").startswith("_checkpoint_hook")
 
@@ -242,24 +243,24 @@ class Activations:
     def __init__(self, runtime: Runtime, store: Store | None, pool: Pool | None) -> None:
         device, setting = runtime.grid.device, runtime.plan.activations
         self.moved = Moved()
-        """Counters for people."""
+        """Counters for users."""
         self._setting = setting
         self._inside = self._warned = False
         self._offload: Offload | None = None
         pool = pool or Pool(torch.device("cpu"), pinned=device.type == "cuda")
         if store is not None:
             self._offload = Offload(OnDisk(store, pool, device, self.moved), runtime)
-        elif setting == "cpu" and device.type == "cuda":  # otherwise there is one memory only
+        elif setting == "cpu" and device.type == "cuda":  # on CPU host memory is the device
             self._offload = Offload(OnHost(pool, device, self.moved), runtime)
 
     @property
     def num_resting(self) -> int:
-        """Inputs that rest on a tier now; none between steps."""
+        """The number of inputs on a tier now; zero between steps."""
         self.reap()
         return self._offload.num_resting if self._offload else 0
 
     def begin_call(self, unit: str) -> bool:
-        """Whether a call of a unit is one to recompute."""
+        """Whether to recompute this call of a unit."""
         if self._inside or not torch.is_grad_enabled() or in_autograd():
             return False
         if _in_checkpoint():
@@ -270,7 +271,7 @@ class Activations:
 
     @contextlib.contextmanager
     def outermost(self) -> Iterator[None]:
-        """Around the checkpoint of one call."""
+        """Context of the checkpoint of one call."""
         self._inside = True
         try:
             with self._offload.hooks() if self._offload else contextlib.nullcontext():
@@ -279,12 +280,12 @@ class Activations:
             self._inside = False
 
     def reap(self) -> None:
-        """Takes back room and memory of inputs whose graphs are gone."""
+        """Frees the space and memory of inputs whose graphs were freed."""
         if self._offload:
             self._offload.reap()
 
     def close(self) -> None:
-        """Gives the store's room back."""
+        """Frees the inputs' space in the store."""
         if self._offload:
             self._offload.close()
 
@@ -292,8 +293,8 @@ class Activations:
         if self._offload and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Unit '{unit}' is called inside a checkpoint of the model's own, which keeps its "
-                f"inputs in memory instead of on {self._setting}; turn it off "
+                f"Unit '{unit}' is called inside the model's own checkpoint, which keeps its "
+                f"inputs in memory instead of on tier {self._setting}; turn that off "
                 "(gradient_checkpointing_disable() in transformers).",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for elements that are updated window by window, between its steps."""
+"""The optimizer states of windowed parameters between steps."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ from shardwise.tier.rest import Rest
 class StatesAtRest:
     """States of parameters whose shards are not in memory as a whole.
 
-    Numbers that an optimizer keeps for a parameter (Adam's step, all states of a scalar) stay in
-    memory; tensors rest where the plan has OS.
+    Numbers that an optimizer keeps per parameter (Adam's step, all states of a scalar) stay in
+    memory; tensors rest on the plan's tier of OS.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.rests: dict[Flat, dict[str, Rest]] = {}
-        """What the optimizer keeps for every element."""
+        """Per-element states, by flat and name."""
         self.numbers: dict[ParamSlot, State] = {}
-        """What it keeps for a parameter as a whole; a parameter is absent before its first step."""
+        """States of a parameter as a whole; a parameter is absent before its first step."""
         self.tensors: dict[ParamSlot, set[str]] = {}
-        """The names of what it keeps for every element of a parameter."""
+        """The names of a parameter's per-element states."""
 
     def state_of(self, slot: ParamSlot) -> State:
-        """A parameter's state with values; empty before its first step."""
+        """A parameter's state with its values; empty before the first step."""
         if slot not in self.numbers:
             return {}
         state = dict(self.numbers[slot])
@@ -59,7 +59,7 @@ class StatesAtRest:
         self.show(slot)
 
     def free(self) -> None:
-        """Gives the states' places back."""
+        """Frees the memory and disk space of the states."""
         for rests in self.rests.values():
             for rest in rests.values():
                 rest.free()
@@ -67,18 +67,19 @@ class StatesAtRest:
         self.numbers.clear()
 
     def forget(self, slot: ParamSlot) -> tuple[State, set[str]]:
-        """Empty records of a parameter's state, to be filled."""
+        """Replaces the records of a parameter's state by empty ones, and returns them."""
         self.numbers[slot], self.tensors[slot] = {}, set()
         return self.numbers[slot], self.tensors[slot]
 
     def rest(self, flat: Flat, key: str, dtype: torch.dtype) -> Rest:
+        """A per-element state of a flat; made when first asked for."""
         rests = self.rests.setdefault(flat, {})
         if key not in rests:
             rests[key] = flat.make_state(key, dtype)
         return rests[key]
 
     def show(self, slot: ParamSlot) -> None:
-        """What ``optimizer.state`` shows: numbers, and tensors that have a shape but no values."""
+        """Shows the state in ``optimizer.state``: numbers, and meta tensors without values."""
         shown = {
             key: torch.empty(slot.part_shape, dtype=self.rests[slot.flat][key].dtype, device="meta")
             for key in self.tensors[slot]
@@ -87,4 +88,5 @@ class StatesAtRest:
 
 
 def is_per_element(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has one value per element of a shard of this shape."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape

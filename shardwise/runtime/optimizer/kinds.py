@@ -1,4 +1,4 @@
-"""Which optimizers can run on shards, and with which of torch's kernels they do."""
+"""Which optimizers can run on shards, and which of torch's kernels they use."""
 
 import inspect
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def check_elementwise(optimizer: Optimizer, assume: bool) -> None:
     for base in kind.__mro__:
         if reason := _REFUSED.get(base.__name__):
             raise UsageError(
-                f"{kind.__name__} cannot run on parts of parameters: {reason}; use an "
+                f"{kind.__name__} cannot run on shards of parameters: {reason}; use an "
                 f"element-wise optimizer ({', '.join(_ELEMENTWISE)})."
             )
     if not assume and not _is_known(kind):
@@ -37,14 +37,14 @@ def check_elementwise(optimizer: Optimizer, assume: bool) -> None:
             "if it does, pass elementwise=True to shardwise.shard."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError("A differentiable optimizer cannot be sharded; build it without that.")
+        raise UsageError("A differentiable optimizer cannot be sharded; omit differentiable=True.")
 
 
 def _is_known(kind: Any) -> bool:
     """Whether its step is that of one of torch's element-wise classes."""
     for base in kind.__mro__:
         if base.__name__ in _ELEMENTWISE and base.__module__.startswith("torch.optim"):
-            # torch wraps the step of every class that is instantiated: compare what is inside.
+            # torch wraps the step of every instantiated class: compare the functions inside.
             return inspect.unwrap(kind.step) is inspect.unwrap(base.step)
     return False
 
@@ -52,7 +52,7 @@ def _is_known(kind: Any) -> bool:
 def fused_options(
     group: dict[str, Any], parts: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """torch's fused kernel where it has one and the user did not choose."""
+    """Selects torch's fused kernel where there is one and the user made no choice."""
     chosen = group.get("foreach") is not None or group.get("fused") is not None
     if "fused" not in group or chosen or group.get("capturable"):
         return {}
@@ -61,12 +61,12 @@ def fused_options(
         return {}
     moving = [state for part, state in zip(parts, states, strict=True) if part.grad is not None]
     if len({state.get("momentum_buffer") is None for state in moving}) > 1:
-        return {}  # fused SGD cannot begin some momentum buffers while it continues others
+        return {}  # fused SGD cannot create some momentum buffers while others exist
     return {"fused": True}
 
 
 def step_on(optimizer: Optimizer, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
-    """The optimizer steps with pieces in its groups; no hook of anybody runs."""
+    """Runs the optimizer's step with pieces in its groups, without any hooks."""
     saved = []
     for group in optimizer.param_groups:
         chosen = [pieces[p] for p in group["params"] if p in pieces]

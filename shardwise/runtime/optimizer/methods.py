@@ -1,4 +1,4 @@
-"""Methods of the user's optimizer, on this one object: guarded, and checked."""
+"""Wraps methods of the user's optimizer, on that object only."""
 
 import functools
 import types
@@ -24,6 +24,7 @@ def wrap(runtime: Runtime, optimizer: Optimizer, recover: Callable[[], None]) ->
 
 
 def check_groups(runtime: Runtime, groups: list[dict[str, Any]]) -> None:
+    """Raises if a group lists a parameter on meta that is not in the model."""
     known = {face.parameter for face in runtime.faces}
     for group in groups:
         for parameter in group["params"]:
@@ -35,7 +36,7 @@ def check_groups(runtime: Runtime, groups: list[dict[str, Any]]) -> None:
 
 
 def _guarded_step(step: Callable[..., Any], recover: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(step)  # schedulers leave marks on it
+    @functools.wraps(step)  # schedulers set attributes on it
     def guarded(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         recover()
         try:
@@ -78,7 +79,7 @@ def _checked_add(runtime: Runtime, add: Callable[[dict[str, Any]], None]) -> Cal
 def _shadow(
     runtime: Runtime, optimizer: Optimizer, name: str, function: Callable[..., Any]
 ) -> None:
-    """Shadows a method on this one object; undone unless somebody wrapped it once more."""
+    """Shadows a method on this object; undone later, unless somebody wrapped it again."""
     attributes = optimizer.__dict__
     before = attributes.get(name)
     # A bound method: schedulers that wrap step look for its function.
@@ -94,7 +95,7 @@ def _shadow(
 
 
 def run_closure(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Runs a closure before parameters are exchanged for parts; step then only returns its loss."""
+    """Runs a closure while groups list parameters; the step then only returns its loss."""
     closure: Callable[[], Any] | None = kwargs.get("closure") or (
         args[1] if len(args) > 1 else None
     )

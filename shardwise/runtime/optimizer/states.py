@@ -1,4 +1,4 @@
-"""The states of an optimizer by parameter, shown, loaded and saved as this rank's shards."""
+"""An optimizer's states by parameter: shown, saved and loaded as this rank's shards."""
 
 import hashlib
 from itertools import chain
@@ -25,7 +25,7 @@ _NOTE = "shardwise"
 
 
 class States:
-    """What one optimizer keeps for the parameters of one model on this rank."""
+    """The states that one optimizer keeps for one model's parameters on this rank."""
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, windows: WindowedUpdate) -> None:
         self._runtime, self._optimizer, self._windows = runtime, optimizer, windows
@@ -33,7 +33,7 @@ class States:
         self._loading: dict[ParamSlot, State | None] = {}
 
     def adopt(self) -> None:
-        """Cuts what the optimizer keeps for whole parameters."""
+        """Shards the states that the optimizer already has for whole parameters."""
         for slot, state in self._cut_all(self._optimizer.state).items():
             self._set_state(slot, state)
 
@@ -47,13 +47,14 @@ class States:
         removers += [handle.remove for handle in handles]
 
     def drop(self) -> None:
+        """Removes all states of this model's parameters."""
         self.forget_updates()
         for slot in self._runtime.trained_slots:
             self._set_state(slot, None)
         self._windows.states.free()
 
     def _cut_all(self, states: Any) -> dict[ParamSlot, State | None]:
-        """This rank's share of the states of this model's parameters; None where it has none."""
+        """This rank's shards of the states of this model's parameters; None where it has none."""
         found: dict[ParamSlot, State | None] = {}
         for parameter, state in states.items():
             face = self._faces.get(parameter)
@@ -64,7 +65,7 @@ class States:
         return found
 
     def _cut(self, slot: ParamSlot, state: State) -> State:
-        """The state of a part, out of the whole parameter's or of the same part's."""
+        """A shard's state, cut from the whole parameter's or copied from the same shard's."""
         shape, part_shape = tuple(slot.face.parameter.shape), slot.part_shape
 
         def cut(key: str, value: Any) -> Any:
@@ -86,13 +87,14 @@ class States:
                 return value.clone()
             raise UsageError(
                 f"State '{key}' of '{slot.name}' has shape {tuple(value.shape)}, which is neither "
-                f"the parameter's {shape} nor this rank's part ({slot.segment.numel} elements)."
+                f"the parameter's {shape} nor that of this rank's shard ({slot.segment.numel} "
+                "elements); load a state that was saved under this plan or for whole parameters."
             )
 
         return {key: cut(key, value) for key, value in state.items()}
 
     def state_of(self, slot: ParamSlot) -> State:
-        """The state of a parameter's part, wherever it rests."""
+        """The state of this rank's shard of a parameter, wherever it rests."""
         if self._windows.covers(slot):
             return self._windows.states.state_of(slot)
         return shown_state(self._optimizer, slot)
@@ -115,22 +117,22 @@ class States:
         for index, parameter in enumerate(listed):
             slots = face.slots if (face := self._faces.get(parameter)) is not None else []
             if index in state_dict["state"] and any(self._windows.covers(slot) for slot in slots):
-                # In place of tensors without values: what a state dict is for is values.
+                # Real values: the optimizer itself shows tensors without values here.
                 states = [self.state_of(slot) for slot in slots]
                 tiled = slots[0].face.is_tiled
                 state_dict["state"][index] = whole_state(states) if tiled else states[0]
         state_dict[_NOTE] = {"layout": self._layout_digest(), "rank": self._runtime.grid.place.rank}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Cuts before anything is replaced, so that a refused state leaves the optimizer as it was.
+        """Shards the new states before any is replaced: a refused state changes nothing.
 
-        Also because torch then casts states to the parameter's dtype, which may be narrower.
+        It must also come before torch casts states to the parameter's dtype, which may be narrower.
         """
         note = state_dict.get(_NOTE)
         if note is not None and note["layout"] != self._layout_digest():
             raise UsageError(
-                f"This optimizer state was taken on rank {note['rank']} under another layout; "
-                "states of parts load only under the plan and on the rank they come from."
+                f"This optimizer state was saved on rank {note['rank']} under another layout; load "
+                "states of shards under the plan and on the rank that they come from."
             )
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -145,6 +147,6 @@ class States:
         self.forget_updates()
 
     def forget_updates(self) -> None:
-        """What the last backward updated is not to be completed by a step."""
+        """Cancels the pending step: it must not complete the updates of the last backward."""
         self._windows.end()
         self._runtime.steps.stepped()

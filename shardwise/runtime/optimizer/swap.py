@@ -23,15 +23,15 @@ class Swap:
         self.parts: dict[ParamSlot, nn.Parameter] = {
             slot: nn.Parameter(_part_of(slot)) for slot in runtime.trained_slots
         }
-        """What stands in for each trained slot during a step; empty if this rank has none of it.
+        """This rank's shard of each trained slot, used during a step; empty if it has none.
 
-        Also empty where the update goes through windows: there nothing happens in the step itself.
+        Also empty if the slot is updated in windows: then the step itself does nothing.
         """
         self._swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """During a step: the groups, each with the options that were changed."""
+        """During a step: the groups, each with the original values of changed options."""
 
     def put_in(self) -> None:
-        """Groups list parts, and states belong to parts."""
+        """Makes groups list shards, and moves states to shards."""
         optimizer = self._optimizer
         for slot, part in self.parts.items():
             part.grad = _grad_of(slot, part)
@@ -52,13 +52,14 @@ class Swap:
             group.update(changed, params=parts)
 
     def take_out(self) -> None:
+        """Undoes ``put_in``: groups list parameters again, and states belong to them."""
         owners = {part: slot for slot, part in self.parts.items()}
 
         def owner(part: nn.Parameter) -> nn.Parameter:
             return owners[part].face.parameter if part in owners else part
 
         for group, options in self._swapped:
-            # One by one, so that several sharded models can share an optimizer.
+            # Parameter by parameter, so that several sharded models can share an optimizer.
             params = dict.fromkeys(owner(part) for part in group["params"])
             group.update(options, params=list(params))
         self._swapped.clear()
@@ -73,16 +74,16 @@ class Swap:
             part.grad = None
 
     def _parts_of(self, parameter: Any) -> dict[ParamSlot, nn.Parameter]:
-        """What stands in for a parameter during a step; nothing for one that is not ours."""
+        """The shards that replace a parameter during a step; empty if it is not in this model."""
         face = self._faces.get(parameter)
         slots = face.slots if face is not None else ()
         return {slot: self.parts[slot] for slot in slots if slot in self.parts}
 
 
 def _part_of(slot: ParamSlot) -> torch.Tensor:
-    """This rank's elements of a parameter's master: flat, but a scalar stays one.
+    """This rank's elements of a parameter's master weights: flat, but a scalar stays a scalar.
 
-    So its states have the shapes that they have in a plain process, whatever they are.
+    So the states of a scalar have the same shapes as in a plain process.
     """
     flat = slot.flat
     part = None

@@ -1,11 +1,11 @@
 """Taking over the user's optimizer: the same object, stepping on this rank's shards.
 
-The optimizer keeps its class, its groups and its hyper-parameters, and its groups go on listing
-the model's parameters. Only while ``step`` runs are they replaced by this rank's shards of the
-master weights; between steps the state of a parameter is the state of its shard. Because that is
-done by torch's own step hooks, schedulers and wrappers built before or after keep working.
+The optimizer keeps its class, groups and hyper-parameters, and its groups list the model's
+parameters. Only while ``step`` runs do they list this rank's shards of the master weights instead.
+Between steps the state of a parameter is the state of its shard. This is done by torch's own step
+hooks, so schedulers and wrappers built before or after keep working.
 
-An optimizer that was built after ``shard`` is taken over when it first steps.
+An optimizer that is built after ``shard`` is taken over on its first step.
 """
 
 import weakref
@@ -32,7 +32,7 @@ from shardwise.tier.memory import trim_heap
 
 
 def watch(runtime: Runtime, assume_elementwise: bool) -> None:
-    """Optimizers of this model's parameters that nobody passed to shard are taken over, too."""
+    """Also takes over optimizers of this model's parameters that were not passed to shard."""
     watched = weakref.ref(runtime)
 
     def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -43,7 +43,7 @@ def watch(runtime: Runtime, assume_elementwise: bool) -> None:
         if any(p in parameters for group in optimizer.param_groups for p in group["params"]):
             check_elementwise(optimizer, assume_elementwise)
             runtime.steps.require(f"The first step of another {type(optimizer).__name__}")
-            # Its own hooks come after the global ones, so they run in this very step already.
+            # Its own hooks run after the global ones, so they already run in this step.
             OptimizerTakeover(runtime, optimizer)
 
     remove = register_optimizer_step_pre_hook(before_any_step).remove
@@ -57,7 +57,7 @@ class OptimizerTakeover:
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._depth = 0
-        """How many steps run inside each other: a subclass may call its base's, hooks and all."""
+        """How many steps are nested: a subclass may call its base's step, hooks included."""
         self._stepped = False
         methods.check_groups(self._runtime, optimizer.param_groups)
         for unit in runtime.units:
@@ -104,16 +104,16 @@ class OptimizerTakeover:
             self._depth -= 1
 
     def _recover(self) -> None:
-        """A step that raised is brought to its end: torch runs no post hook then.
+        """Finishes a step that raised, because torch then runs no post hook.
 
-        Ranks that did not raise refresh, so this one does, too.
+        Ranks that did not raise refresh their parameters, so this one does as well.
         """
         if self._depth:
             self._end_step(raised=True)
 
     def _end_step(self, *, raised: bool = False) -> None:
         self._swap.take_out()
-        # Until windows are updated, hooks of a step inside a step are not those of a new one.
+        # Until windows are updated, the hooks of a nested step must not start a new one.
         self._depth = 1
         try:
             self._update_and_refresh(raised)
@@ -122,13 +122,13 @@ class OptimizerTakeover:
 
     def _update_and_refresh(self, raised: bool) -> None:
         if not self._stepped:
-            # The states that the optimizer has just made lie between holes of the first backward;
-            # what the next passes do not reuse would count as memory for ever.
+            # The optimizer's new states lie between free blocks of the first backward; blocks that
+            # later passes do not reuse would stay allocated.
             self._stepped = True
             trim_heap()
         runtime, windows = self._runtime, self._windows
         if not raised:
-            windows.check_unchanged()  # a hook of the user's may have run since
+            windows.check_unchanged()  # a hook of the user may have run since
             windows.begin()
         early = {unit.index for unit in windows.updated}
         for unit in runtime.units:
@@ -136,22 +136,22 @@ class OptimizerTakeover:
             unit.new = windows.new_shards(unit) if made else set()
         runtime.executor.update = windows.update
         for op in (op for issue in runtime.issuer.step(updated=early) for op in issue.ops):
-            # Ranks that did not raise refresh now, so this one does, too.
+            # Ranks that did not raise refresh now, so this one does as well.
             if op.kind is not Kind.UPDATE:
                 runtime.executor.perform(op)
             elif not raised:
                 runtime.executor.perform(op, windows.meters.get(op.unit))
-        if not raised:  # otherwise what backward has updated still waits for the rest
+        if not raised:  # otherwise the rest of the units must still be updated
             windows.end()
             runtime.steps.stepped()
 
     @property
     def updated(self) -> set[Unit]:
-        """Units whose update of this step was made in backward."""
+        """Units that backward has already updated for this step."""
         return self._windows.updated
 
     def moves(self, unit: Unit) -> bool:
-        """Whether an update beside backward would change anything of a unit."""
+        """Whether an update beside backward would change any parameter of a unit."""
         return self._windows.moves(unit)
 
     def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:

@@ -1,4 +1,4 @@
-"""One window: a run of elements of an optimizer shard, with what is lent of it while in memory."""
+"""A window: a run of elements of a shard of OS, and the loans that bring it into memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from shardwise.tier.rest import Loan
 
 @dataclass
 class Window:
-    """A run of elements of one flat, with what is lent of it while it is in memory."""
+    """A run of elements of one flat, with its loans while it is in memory."""
 
     unit: Unit
     flat: Flat
@@ -27,12 +27,12 @@ class Window:
 
     @property
     def inside(self) -> tuple[int, int]:
-        """Where it begins and ends in the flat's optimizer part."""
+        """Its start and stop in this rank's shard of OS."""
         start = self.place.start - self.flat.optim_at.start
         return start, start + self.place.numel
 
     def of(self, slot: ParamSlot, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter's elements; those of a scalar have its shape."""
+        """A parameter's elements in this window; a scalar keeps its shape."""
         part = slot.of(tensor, self.place)
         assert part is not None
         return part.view(()) if slot.spec.param.shape == () else part
@@ -50,7 +50,7 @@ class Window:
             self.states = {key: rest.lend(start, stop) for key, rest in rests.items()}
 
     def give_back(self, *, updates_params: bool) -> None:
-        """What changed is written back; ``updates_params``: this rank's elements of P as well."""
+        """Writes back what changed; ``updates_params``: also this rank's elements of P."""
         flat, (start, stop) = self.flat, self.inside
         assert self.master is not None
         assert self.grad is not None
@@ -66,9 +66,9 @@ class Window:
 
 
 def windows_of(unit: Unit, flat: Flat, moving: list[ParamSlot], size: int) -> Iterator[Window]:
-    """The windows of a flat some of whose parameters are updated.
+    """The windows of a flat; none if none of its parameters is updated.
 
-    Also those of padding alone, so that all ranks move the bytes that were planned.
+    Windows of padding alone are included, so that all ranks move the planned bytes.
     """
     for start in range(flat.optim_at.start, flat.optim_at.stop, size) if moving else ():
         place = Interval(start, min(start + size, flat.optim_at.stop))

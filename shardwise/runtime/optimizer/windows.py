@@ -1,16 +1,16 @@
-"""The update of parts that are not in memory as a whole: window by window.
+"""Updates shards that are not in memory as a whole, window by window.
 
 [Note: Windows]
-A window is a run of elements of one flat's optimizer part. What the update needs of it (master,
-gradient, every state that the optimizer keeps) is lent by where it rests. The user's optimizer then
-steps on the window's *pieces*, one for each parameter in it, exactly as it would on whole parts,
-because its update of an element depends on no other. While one window is updated the next one is
-read and the last one written, so that three are in memory.
+A window is a run of elements of one flat's shard of OS. The update borrows what it needs of the
+window (master, gradient, every optimizer state) from the tiers. The user's optimizer then steps on
+the window's *pieces*, one per parameter in it. The result is the same as on whole shards, because
+an element's update depends on no other element. While one window is updated, the next one is read
+and the last one is written, so three windows are in memory.
 
-Numbers that an optimizer keeps for a parameter (Adam's step, all states of a scalar) stay in
-memory: every piece of a parameter starts from the same ones, and ends with the same.
+Numbers that an optimizer keeps per parameter (Adam's step, all states of a scalar) stay in memory:
+all pieces of a parameter start from the same numbers and end with the same ones.
 
-Windows are updated in the optimizer's step, or beside backward: see [Note: Update in backward] in
+Windows are updated in the optimizer's step or beside backward: see [Note: Update in backward] in
 ``early.py``.
 """
 
@@ -40,36 +40,36 @@ from shardwise.runtime.unit import Unit
 from shardwise.tier.memory import trim_heap
 
 _GROUPS = threading.Lock()
-"""Held while an optimizer's groups list pieces: two sharded models may share it."""
+"""Held while an optimizer's groups list pieces: two models may share the optimizer."""
 
 
 class WindowedUpdate:
-    """The parameters of one optimizer whose parts are updated window by window."""
+    """Updates those parameters of one optimizer that are updated window by window."""
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, slots: list[ParamSlot]) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._slots = dict.fromkeys(slots)
         self.states = StatesAtRest(optimizer)
         self.meters: dict[str, Meter] = {}
-        """What each unit's update moves, by its name: windows are read before their turn."""
+        """Bytes that each unit's update moves, by unit name: windows are read ahead of it."""
         self._queue: deque[Window] = deque()
         self._coming: Window | None = None
         self._members: set[nn.Parameter] = set()
         self._before: dict[ParamSlot, State] = {}
-        """The numbers as they were before the step that is under way."""
+        """The numbers before the current step."""
         self.updated: set[Unit] = set()
-        """Units that this step's backward has updated."""
+        """Units that the backward of this step has updated."""
         self._options: list[dict[str, Any]] = []
-        """The groups' options when it began to."""
+        """The groups' options when the update began."""
         self._spent: list[ParamSlot] = []
-        """The parameters of these units that were."""
+        """The parameters that backward has updated."""
         self._error: BaseException | None = None
-        """What an update in this step's backward failed with."""
+        """The error of an update in this step's backward, if one failed."""
 
     # --- the update ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Plans the windows of what backward has left, and begins to read the first."""
+        """Plans the windows that backward has not updated, and starts to read the first."""
         if not self.updated:
             self._open()
         units = [unit for unit in self._runtime.units if unit not in self.updated]
@@ -87,12 +87,12 @@ class WindowedUpdate:
         return DONE
 
     def new_shards(self, unit: Unit) -> set[Flat]:
-        """The flats whose own elements of P are new by the update itself."""
+        """The flats for which the update itself writes this rank's elements of P."""
         by_difference = unit.ops.sends_differences
         return {flat for flat in unit.trained if flat.updates_in_windows and not by_difference}
 
     def end(self) -> None:
-        """The step is over, or will never be."""
+        """The step is over, or was cancelled."""
         for slot in self._spent:
             slot.spent -= 1
         self._spent.clear()
@@ -102,9 +102,9 @@ class WindowedUpdate:
     # --- beside backward ----------------------------------------------------------------------
 
     def moves(self, unit: Unit) -> bool:
-        """Whether an update beside backward would change anything of a unit."""
+        """Whether an update beside backward would change any parameter of a unit."""
         if not self.updated:
-            with _GROUPS:  # of an optimizer that another model's backward may be stepping
+            with _GROUPS:  # another model's backward may be stepping the same optimizer
                 self._open()
         return bool(self._moving(unit))
 
@@ -112,7 +112,7 @@ class WindowedUpdate:
         return [slot for slot in unit.slots if slot in self._slots and self._moves(slot)]
 
     def update_in_backward(self, unit: Unit, reduced: Ticket) -> Ticket:
-        """Begins to update a unit; its gradients are there after ``reduced``."""
+        """Starts to update a unit; its gradients are reduced after ``reduced``."""
         moving = self._moving(unit)
         self.updated.add(unit)
         self._spent += moving
@@ -123,11 +123,11 @@ class WindowedUpdate:
 
     def _update_unit(self, unit: Unit, reduced: Ticket, device: torch.device) -> None:
         if self._error is not None:
-            return  # one has failed, and nothing is to go further ahead
+            return  # an update has failed: do not update more units
         try:
             windows = list(self._windows([unit]))
             if windows:
-                windows[0].lend_states(self.states)  # which need not wait
+                windows[0].lend_states(self.states)  # states need not wait for gradients
             wait_on_host(reduced, device)
             if windows:
                 windows[0].lend_grad()
@@ -140,7 +140,7 @@ class WindowedUpdate:
             raise
 
     def check_unchanged(self) -> None:
-        """Raises if the step asks for another update than backward has made."""
+        """Raises if the step would make another update than backward made."""
         if self._error is not None:
             raise UsageError(
                 f"An update in the last backward failed ({self._error}), so that some units are "
@@ -156,7 +156,7 @@ class WindowedUpdate:
     # --- windows ------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """What holds for the whole step; read now, because groups list pieces while one runs."""
+        """Reads what holds for the whole step: groups list pieces while an update runs."""
         groups = self._optimizer.param_groups
         self._members = {p for group in groups for p in group["params"]}
         self._options = _options(self._optimizer)
@@ -180,7 +180,7 @@ class WindowedUpdate:
                     yield from windows_of(unit, flat, moving, size)
 
     def _load(self, window: Window) -> Window:
-        """Begins to read all that an update needs."""
+        """Starts to read everything that an update needs."""
         with counting(self.meters.get(window.unit.name) or THREAD.meter):
             window.lend_grad()
             window.lend_states(self.states)
@@ -192,7 +192,7 @@ class WindowedUpdate:
         assert window.grad is not None
         master, grad = window.master.wait(), window.grad.wait()
         if window.flat.grads.factor != 1.0:
-            grad = grad.mul_(window.flat.grads.factor)  # a copy of what is stored
+            grad = grad.mul_(window.flat.grads.factor)  # the stored sum stays
         grad = grad.to(master.device)
         for loan in window.states.values():
             loan.wait()
@@ -209,7 +209,7 @@ class WindowedUpdate:
         for slot in window.slots:
             self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))
         if is_first:
-            trim_heap()  # of the states that the optimizer made, and that rest elsewhere now
+            trim_heap()  # of the states that the optimizer made, which now rest on a tier
 
     def _state_of_piece(self, window: Window, slot: ParamSlot) -> State:
         numbers = {
@@ -221,7 +221,7 @@ class WindowedUpdate:
         }
 
     def _keep(self, window: Window, slot: ParamSlot, state: State) -> None:
-        """Takes what the optimizer keeps for a piece: numbers here, tensors to where they rest."""
+        """Keeps the optimizer's state of a piece: numbers here, tensors where they rest."""
         start, stop = window.inside
         shape = window.of(slot, window.master.tensor).shape  # type: ignore[union-attr]
         numbers, tensors = self.states.forget(slot)
@@ -241,9 +241,9 @@ class WindowedUpdate:
     # --- before the first step ------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """Takes all room before the first step, so that a disk that is too small is told now.
+        """Reserves all space before the first step, to report a disk that is too small now.
 
-        What an optimizer keeps is learned from a step on two elements in place of each group.
+        A step on two elements in place of each group shows which states the optimizer keeps.
         """
         for group in self._optimizer.param_groups:
             members = set(group["params"])
@@ -271,7 +271,7 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
-            if key not in ("params", "fused", "foreach")  # which kernels run changes no update
+            if key not in ("params", "fused", "foreach")  # the choice of kernels changes no update
         }
         for group in optimizer.param_groups
     ]

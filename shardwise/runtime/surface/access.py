@@ -1,4 +1,4 @@
-"""Whole tensors for people: full_params, state_dict, full_grads, optimizer states, clipping."""
+"""Full tensors for the user: full_params, state_dict, full_grads and optimizer states."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,11 +46,11 @@ def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[No
                 if isinstance(face, TiledFace):
                     face.drop()
             runtime.release_all()
-            runtime.pools.params.trim()  # a pass needs a few of these buffers, not all
+            runtime.pools.params.trim()  # a pass needs only a few of these buffers
 
 
 def _fill(runtime: Runtime, face: TiledFace) -> None:
-    """Brings a tiled parameter's rows together, one gathered tile after the other."""
+    """Fills a tiled parameter's rows, gathering one tile at a time."""
     face.fill()
     for slot in face.slots:
         with gathered(runtime, slot.unit):
@@ -58,7 +58,7 @@ def _fill(runtime: Runtime, face: TiledFace) -> None:
 
 
 def _write_back(runtime: Runtime, units: list[Unit]) -> None:
-    """Rank 0's values become everybody's."""
+    """All ranks take rank 0's values."""
     runtime.grid.drain()
     with torch.no_grad():
         for unit in units:
@@ -77,7 +77,7 @@ def _write_back(runtime: Runtime, units: list[Unit]) -> None:
 
 
 def _take(slot: ParamSlot, value: torch.Tensor) -> None:
-    """Writes a parameter, but leaves a master of its own alone where the value did not change."""
+    """Writes a parameter, but keeps a separate master where the value is unchanged."""
     flat = slot.flat
     if flat.params.master is None or not flat.has_master or not slot.segment.numel:
         write(flat, slot.spec, value)
@@ -85,7 +85,7 @@ def _take(slot: ParamSlot, value: torch.Tensor) -> None:
     with flat.params.master.use() as whole:
         exact = slot.of(whole, flat.optim_at).clone()  # type: ignore[union-attr]
     old = exact.to(flat.dtypes.compute)
-    if slot.unit.travels:  # else P's memory is what the user wrote to; only the master still knows
+    if slot.unit.travels:  # else the user wrote into P; only the master has the old value
         own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
         with flat.params.shard.use() as part:
             old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
@@ -121,7 +121,7 @@ def state_dict(runtime: Runtime, *, rank0_only: bool, master: bool) -> dict[str,
 
 @contextmanager
 def gathered(runtime: Runtime, unit: Unit) -> Iterator[None]:
-    """One unit in full, for a moment."""
+    """Gathers one unit inside the context."""
     resting = unit.state is State.RESTING
     if resting:
         runtime.open(unit)
@@ -153,7 +153,7 @@ def collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot,
 def _gather_whole(
     runtime: Runtime, unit: Unit, flat: Flat, part: torch.Tensor, rung: int
 ) -> torch.Tensor:
-    """A flat buffer in full from each rank's part of it on a rung; collective."""
+    """All-gathers a full flat buffer from the ranks' shards on a rung; collective."""
     ladder = unit.rungs.ladder
     whole = torch.zeros(flat.spec.numel, dtype=part.dtype, device=runtime.grid.device)
     whole[flat.interval(rung).relative_to(0)].copy_(part)
@@ -173,11 +173,14 @@ def _gather_whole(
 
 
 def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """The reduced gradients in full, by name, on every rank, of all parameters that have one."""
+    """The reduced gradients in full, by parameter name, on every rank."""
     runtime.require_idle("full_grads", before_step=True)
     grads.read(runtime)
     if runtime.accumulated:
-        raise UsageError("Gradients are not reduced yet: the last backward ran under no_sync.")
+        raise UsageError(
+            "full_grads needs reduced gradients, but the last backward ran under no_sync; run a "
+            "backward outside no_sync first."
+        )
     found: dict[nn.Parameter, torch.Tensor] = {}
     for unit in runtime.units:
         for flat in unit.trained:
@@ -193,7 +196,7 @@ def full_grads(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 def feedback_state(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """What this rank's error feedback will add to the next gradients, by unit and flat."""
+    """What error feedback on this rank adds to the next gradients, by unit and flat."""
     runtime.require_idle("feedback_state")
     return {
         f"{unit.name}/{index}": flat.grads.lost.clone()
@@ -204,7 +207,7 @@ def feedback_state(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 def load_feedback_state(runtime: Runtime, state: dict[str, torch.Tensor]) -> None:
-    """Takes back what ``feedback_state`` gave on this rank; what is absent begins anew."""
+    """Restores what ``feedback_state`` returned on this rank; what is absent starts at zero."""
     runtime.require_idle("load_feedback_state")
     flats = {
         f"{unit.name}/{index}": flat
@@ -214,8 +217,8 @@ def load_feedback_state(runtime: Runtime, state: dict[str, torch.Tensor]) -> Non
     for name, lost in state.items():
         if name not in flats or lost.dim() != 2 or lost.shape[1] != flats[name].granule:
             raise UsageError(
-                f"Feedback '{name}' of shape {tuple(lost.shape)} belongs to no flat of this model "
-                "on this rank; it loads only under the plan, ranks and model that it comes from."
+                f"Feedback '{name}' of shape {tuple(lost.shape)} fits no flat of this model on "
+                "this rank; load it under the plan, ranks and model that it was saved with."
             )
     for name, flat in flats.items():
         flat.grads.lost = state[name].clone() if name in state else None
@@ -233,9 +236,9 @@ def optim_state_dict(runtime: Runtime, optimizer: Optimizer) -> dict[str, dict[s
 
 
 def _state_keys(runtime: Runtime, optimizer: Optimizer, flat: Flat) -> dict[str, dict[str, str]]:
-    """For each state of a flat the parameters that have it on any rank, each with its dtype.
+    """Per state of a flat: the parameters that have it on any rank, each with its dtype.
 
-    Ranks whose part is padding, and parameters that never had a gradient, have none.
+    A rank whose shard is padding has no state, nor has a parameter that never had a gradient.
     """
     mine = [
         (key, slot.name, str(torch.as_tensor(value).dtype).removeprefix("torch."))
@@ -261,7 +264,7 @@ def _collect_state(
     dtypes: dict[str, str],
     result: dict[str, dict[str, Any]],
 ) -> None:
-    """One state of all parameters of a flat; a number is laid over all its parameter's elements."""
+    """One state of a flat's parameters in full; a number travels in all elements of its own."""
     widest = max((torch_dtype(name) for name in dtypes.values()), key=lambda d: d.itemsize)
     part = torch.zeros(flat.optim_at.numel, dtype=widest, device=runtime.grid.device)
     is_number = torch.zeros_like(part, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""Parameters as the user sees them, each with its places in the sharded world.
+"""Parameters as the user sees them, each with its slots.
 
-Most have one place: a slot of their unit's flat, whose memory is theirs while it is gathered. A
-parameter that is computed in tiles ([Note: Tiles] in ``model/tiling.py``) has one for each, and no
-memory: it is always guarded, except inside ``full_params``. Its gradient and its optimizer states
-are those of its tiles together.
+Most parameters have one slot in their unit's flat, and use the flat's memory while it is gathered.
+A parameter that is computed in tiles ([Note: Tiles] in ``model/tiling.py``) has one slot per tile
+and no memory: it is always guarded, except inside ``full_params``. Its gradient and its optimizer
+states are those of its tiles together.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 TILES = "tiles"
-"""Where ``optimizer.state`` has the states of a tiled parameter's tiles."""
+"""The key in ``optimizer.state`` for the states of a tiled parameter's tiles."""
 
 
 class Face:
-    """A parameter of the user's model; answers for its gradient while that is guarded."""
+    """A parameter of the user's model, and the owner of its guarded gradient."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
         self.slots: list[ParamSlot] = []
         self.handle: torch.Tensor | None = None
-        """What was put into ``parameter.grad``; see ``grads.py``."""
+        """What ``grads.py`` put into ``parameter.grad``."""
         self.emptied = False
-        """Whether ``parameter.grad`` was emptied for autograd, and not by the user."""
+        """Whether ``parameter.grad`` was emptied for autograd and not by the user."""
         self.guarded: torch.Tensor | None = None
 
     is_tiled = False
@@ -51,7 +51,7 @@ class Face:
     def place(
         self, found: "dict[nn.Parameter, torch.Tensor]", slot: "ParamSlot", value: torch.Tensor
     ) -> None:
-        """Puts a copy of one slot's full value where the whole parameter's is collected."""
+        """Copies one slot's full value into the whole parameter's in ``found``."""
         if self.parameter not in found:
             shape, device = self.parameter.shape, value.device
             found[self.parameter] = torch.empty(shape, dtype=value.dtype, device=device)
@@ -59,7 +59,7 @@ class Face:
 
 
 class TiledFace(Face):
-    """A parameter whose rows are its tiles'; also answers for its values."""
+    """A parameter that is computed in tiles, and the owner of its guarded values."""
 
     is_tiled = True
 
@@ -74,28 +74,29 @@ class TiledFace(Face):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has its values, inside ``full_params``."""
+        """Whether it has its full values: inside ``full_params``."""
         return self._buffer.filled
 
     def fill(self) -> None:
-        """Memory for all of it; ``take`` brings values."""
+        """Allocates memory for the whole parameter; ``take`` copies the values."""
         self._buffer.fill()
         guard.open_up([self.parameter])
 
     def take(self, slot: "ParamSlot") -> None:
-        """A gathered tile's rows."""
+        """Copies the rows of a gathered tile."""
         slot.rows_of(self._buffer.tensor).copy_(slot.parameter.detach().reshape(-1))
 
     def drop(self) -> None:
+        """Frees the memory and guards the parameter again."""
         guard.close([self.parameter], tiled=True)
         self._buffer.drop()
 
     def access(self, what: str) -> None:
-        """Inside a pass as well: gathering all of it is what tiles are to avoid."""
+        """Always raises, even inside a pass: tiles exist to avoid gathering the whole parameter."""
         raise UsageError(
-            f"'{what}' needs the values of parameter '{self.name}' as a whole, but the plan "
-            "computes its layer in tiles: read them inside 'with shardwise.full_params(model):', "
-            "or, if the model's own forward does this, raise tiling.numel to "
+            f"'{what}' needs all values of parameter '{self.name}', but the plan computes its "
+            "layer in tiles: read them inside 'with shardwise.full_params(model):', or, if the "
+            "model's own forward does this, raise tiling.numel to "
             f"{self.parameter.numel()}."
         )
 
@@ -108,7 +109,7 @@ class TiledFace(Face):
 
 
 def shown_state(optimizer: Optimizer, slot: "ParamSlot") -> State:
-    """What ``optimizer.state`` has for a slot; empty where it has nothing."""
+    """What ``optimizer.state`` has for a slot; empty if it has nothing."""
     state: State = optimizer.state.get(slot.face.parameter, {})
     if slot.face.is_tiled:
         return tile_state(state, slot)
@@ -116,7 +117,7 @@ def shown_state(optimizer: Optimizer, slot: "ParamSlot") -> State:
 
 
 def tile_state(state: State, slot: "ParamSlot") -> State:
-    """One tile's state out of its whole parameter's."""
+    """One tile's state, from the state of its whole parameter."""
     tiles: list[State] = state.get(TILES, [{}] * len(slot.face.slots))
     return tiles[slot.face.slots.index(slot)]
 
@@ -138,9 +139,9 @@ def show_state(optimizer: Optimizer, slot: "ParamSlot", state: State | None) -> 
 
 
 def whole_state(tiles: list[State]) -> State:
-    """A tiled parameter's state: its tiles', and the numbers that all of them have alike.
+    """A tiled parameter's state: the states of its tiles, and the numbers that they share.
 
-    Those are for torch, which looks for Adam's step when it loads.
+    The numbers are for torch, which looks for Adam's step when it loads a state.
     """
     first = next(filter(None, tiles), {})
     numbers = {key: value for key, value in first.items() if torch.as_tensor(value).dim() == 0}

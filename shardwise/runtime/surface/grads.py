@@ -1,12 +1,12 @@
 """What ``p.grad`` shows between backward passes, and what the user did to it meanwhile.
 
-After backward ``p.grad`` is a *handle*: a real view where this rank holds the whole gradient in
-the parameter's dtype, otherwise a guarded tensor. A handle that the user replaced by None means
-that the gradient was dropped; one replaced by a tensor means that this is the gradient now.
+After backward ``p.grad`` is a *handle*: a real view if this rank has the whole gradient in the
+parameter's dtype, otherwise a guarded tensor. If the user replaced the handle by None, the gradient
+was dropped; if the user replaced it by a tensor, that tensor is now the gradient.
 
-Handles stay while backward runs: one is taken away only for the moment in which autograd
-accumulates (``make_room``), and a guarded one comes back with the gradient's arrival (``mark``).
-So a ``zero_grad`` after a backward that failed is noticed like any other.
+Handles stay while backward runs. A handle is removed only while autograd accumulates
+(``make_room``), and a guarded one is put back when the gradient arrives (``mark``). So a
+``zero_grad`` after a failed backward is noticed like any other.
 """
 
 from typing import TYPE_CHECKING
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 NoGuards = torch._C.DisableTorchFunctionSubclass
-"""Inside, ``parameter.grad`` asks nobody."""
+"""Inside, ``parameter.grad`` bypasses guards."""
 
 
 def read(runtime: "Runtime") -> None:
-    """Learns what the user did with the handles: nothing, dropped, or replaced."""
+    """Finds out what the user did with the handles: kept, dropped or replaced them."""
     changed: list[tuple[ParamSlot, torch.Tensor | None]] = []
     is_used = False
     with NoGuards():
@@ -48,18 +48,19 @@ def read(runtime: "Runtime") -> None:
             _show([slot])
     for slot in runtime.trained_slots:
         is_used = is_used or slot.used
-    # A step that was accumulated under no_sync and then dropped altogether begins anew.
+    # If everything accumulated under no_sync was dropped, the step starts again.
     runtime.accumulated = runtime.accumulated and is_used
 
 
 def begin_backward(runtime: "Runtime") -> None:
+    """Reads the handles, and resets what was counted in the last backward."""
     read(runtime)
     for slot in runtime.trained_slots:
         slot.arrivals, slot.pending, slot.face.emptied = 0, False, False
 
 
 def make_room(slot: ParamSlot) -> None:
-    """Autograd is about to accumulate: it must find ``p.grad`` empty."""
+    """Empties ``p.grad``, because autograd is about to accumulate into it."""
     face = slot.face
     if face.handle is not None:
         with NoGuards():
@@ -69,18 +70,18 @@ def make_room(slot: ParamSlot) -> None:
 
 
 def mark(slot: ParamSlot) -> None:
-    """The local gradient was taken: from now on ``p.grad`` stands for it."""
+    """Puts a handle into ``p.grad``, because the local gradient was taken."""
     face = slot.face
     with NoGuards():
         grad = face.parameter.grad
         if face.is_tiled and grad is not face.handle and not (face.emptied and grad is None):
-            return  # dropped since another tile's came: see read()
+            return  # dropped since another tile's gradient arrived: see read()
         face.handle, face.emptied = _guard(face) if face.guarded is None else face.guarded, False
         face.parameter.grad = face.handle
 
 
 def dropped(slots: list[ParamSlot]) -> list[bool]:
-    """By parameter: whether the user set ``p.grad`` to None since backward began."""
+    """Per parameter: whether the user set ``p.grad`` to None since backward began."""
     with NoGuards():
         return [
             slot.face.parameter.grad is None
@@ -91,7 +92,7 @@ def dropped(slots: list[ParamSlot]) -> list[bool]:
 
 
 def end_backward(runtime: "Runtime", dropped: list[ParamSlot]) -> None:
-    """Puts a handle on every parameter that has a gradient, unless the user dropped it already."""
+    """Puts a handle on every parameter that has a gradient, unless the user dropped it."""
     if dropped:
         with NoGuards():
             for slot in dropped:
@@ -104,20 +105,20 @@ def end_backward(runtime: "Runtime", dropped: list[ParamSlot]) -> None:
                 face, grad = slot.face, slot.face.parameter.grad
                 if grad is face.handle or (face.emptied and grad is None):
                     shown.append(slot)
-                else:  # differs from what the user put: see read()
+                else:  # the handle differs from what the user put, so read() notices
                     face.handle = _guard(face) if face.guarded is None else face.guarded
                 face.emptied = False
     _show(shown)
 
 
 def _show(slots: list[ParamSlot]) -> None:
-    """Real views where this rank holds the whole gradient in the parameter's dtype."""
+    """Shows real views where this rank has the whole gradient in the parameter's dtype."""
     with NoGuards():
         for slot in slots:
             face, flat, grads = slot.face, slot.flat, slot.flat.grads
             face.handle = _guard(face) if face.guarded is None else face.guarded
             alike = flat.dtypes.master == flat.dtypes.compute and not face.is_tiled
-            # Writing into what is updated early would change nothing.
+            # No view if the unit is updated early: writing into it would change nothing.
             if alike and grads.holds != grads.has_sums and not slot.unit.ops.updates_early:
                 whole = grads.held if grads.holds and flat.rungs.grads == 0 else None
                 if grads.has_sums and flat.rungs.optim == 0:
@@ -133,7 +134,7 @@ def _guard(face: Face) -> torch.Tensor:
 
 
 def _forget(slots: list[ParamSlot]) -> None:
-    """Drops the gradients of some parameters: reduced, held, and those that are on their way."""
+    """Drops the gradients of some parameters: reduced, held, and in flight."""
     flats: dict[Flat, list[ParamSlot]] = {}
     for slot in slots:
         slot.has_grad = slot.used = slot.face.emptied = False
@@ -143,7 +144,7 @@ def _forget(slots: list[ParamSlot]) -> None:
         if not [slot for slot in flat.slots if slot.has_grad]:
             flat.grads.holds = flat.grads.has_sums = False
             continue
-        # The others go on adding, so an absent gradient has to read as zero.
+        # Later reductions add to the flat, so a dropped gradient must read as zero.
         with open_grads(flat, writes=True) as opened:
             for slot in forgotten:
                 for part in opened.of(slot):
@@ -151,9 +152,9 @@ def _forget(slots: list[ParamSlot]) -> None:
 
 
 def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
-    """The user assigned a full gradient, alike on all ranks: this rank takes its part."""
+    """Takes this rank's shard of a full gradient that the user assigned on all ranks."""
     if isinstance(grad, GuardedGrad):
-        raise UsageError(f"'{slot.name}' was given the gradient of another parameter.")
+        raise UsageError(f"'{slot.name}' got another parameter's gradient; assign a plain tensor.")
     flat = slot.flat
     if not flat.grads.has_sums:
         with flat.grads.make_sums().use(reads=False, writes=True) as reduced:

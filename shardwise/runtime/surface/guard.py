@@ -1,7 +1,7 @@
-"""Parameters that are not gathered: true metadata, no values.
+"""Guarded parameters: not gathered, with true metadata and no values.
 
 While a parameter rests as shards, the same ``nn.Parameter`` object has its class flipped to a
-guarded subclass. Metadata and hooks go through; everything that would read values waits for a
+guarded subclass. Metadata and hooks work as always. Everything that would read values waits for a
 refresh, gathers on demand inside forward and backward, or raises an error that says what to do.
 """
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class ParamOwner(Protocol):
-    """What a guarded parameter asks of its owner."""
+    """What a guarded parameter needs of its owner."""
 
     name: str
 
@@ -29,19 +29,20 @@ class ParamOwner(Protocol):
         """Makes the parameter's values readable, or raises."""
 
     def write(self, value: Tensor) -> None:
-        """Overwrites the parameter with a full value that all ranks pass alike."""
+        """Overwrites the parameter with a full value, which must be equal on all ranks."""
 
 
 OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Weak on both sides: an owner holds its parameter, and would keep it here for ever."""
+"""Weak on both sides: an owner holds its parameter, so a strong entry would never be freed."""
 
 
 def owner_of(tensor: Tensor) -> Any:
+    """The owner of a guarded tensor; raises if its sharded model was freed."""
     owner = OWNERS[tensor]()
     if owner is None:
         raise UsageError(
-            f"A parameter of shape {tuple(tensor.shape)} rested in parts, and its sharded model is "
-            "gone: its values went with it."
+            f"A sharded parameter of shape {tuple(tensor.shape)} has no values any more, because "
+            "its model was freed; keep the model as long as its parameters."
         )
     return owner
 
@@ -71,7 +72,7 @@ def _metadata() -> set[Callable[..., Any]]:
     for name in _PROPERTIES:
         if (found := getattr(torch.Tensor, name, None)) is not None:
             allowed.add(found.__get__)
-    grad: Any = torch.Tensor.grad  # a property of the class, whatever its stubs say
+    grad: Any = torch.Tensor.grad  # a property of the class, although its stubs say otherwise
     allowed.update((grad.__set__, grad.__delete__))
     allowed.update(getattr(torch.Tensor, n) for n in _METHODS if hasattr(torch.Tensor, n))
     allowed.update(getattr(torch, n) for n in _FUNCTIONS if hasattr(torch, n))
@@ -93,7 +94,7 @@ _CASTS: dict[Callable[..., Any], torch.device | torch.dtype | None] = {
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter whose values rest in parts. See the module's docstring."""
+    """A parameter whose values are sharded. See the module's docstring."""
 
     @classmethod
     def __torch_function__(
@@ -106,7 +107,7 @@ class GuardedParameter(nn.Parameter):
         if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], cls):
             return special(func, *args, **kwargs)
         for parameter in _guarded_in((args, kwargs)):
-            if parameter.__class__ is cls:  # an earlier access may have gathered this one, too
+            if parameter.__class__ is cls:  # an earlier access may have gathered this one as well
                 owner_of(parameter).access(getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
@@ -127,7 +128,7 @@ class GuardedParameter(nn.Parameter):
 
 
 class TiledParameter(GuardedParameter):
-    """A guarded parameter that is computed in tiles: autograd never comes to it."""
+    """A guarded parameter that is computed in tiles: autograd never reaches it."""
 
     @classmethod
     def __torch_function__(
@@ -135,9 +136,9 @@ class TiledParameter(GuardedParameter):
     ) -> Any:
         if func in _HOOKS:
             raise UsageError(
-                f"Parameter '{owner_of(args[0]).name}' is computed in tiles, whose gradients "
-                f"never come together, so that '{func.__name__}' has no effect on it; raise "
-                "tiling.numel in the plan."
+                f"'{func.__name__}' has no effect on parameter '{owner_of(args[0]).name}', because "
+                "it is computed in tiles and has no gradient as a whole; raise tiling.numel in the "
+                "plan to compute it without tiles."
             )
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -154,7 +155,7 @@ def refuse_copy(name: str) -> UsageError:
 
 
 def own(parameter: nn.Parameter, owner: ParamOwner) -> None:
-    """Registers who answers for a parameter while it is guarded."""
+    """Registers the owner of a parameter, which answers accesses while it is guarded."""
     OWNERS[parameter] = weakref.ref(owner)
 
 
@@ -163,19 +164,19 @@ def disown(parameter: nn.Parameter) -> None:
 
 
 def close(parameters: Iterable[nn.Parameter], *, tiled: bool = False) -> None:
-    """From now on reading these parameters asks their owner."""
+    """Guards these parameters: reading them now asks their owner."""
     for parameter in parameters:
         parameter.__class__ = TiledParameter if tiled else GuardedParameter
 
 
 def open_up(parameters: Iterable[nn.Parameter]) -> None:
-    """These parameters are ordinary ones again."""
+    """Makes these parameters ordinary again."""
     for parameter in parameters:
         parameter.__class__ = nn.Parameter
 
 
 def raw_grad(parameter: nn.Parameter) -> Tensor | None:
-    """``parameter.grad`` without asking anybody."""
+    """``parameter.grad`` without guards."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.grad
 
@@ -190,7 +191,7 @@ def _guarded_in(tree: Any) -> list[GuardedParameter]:
 
 
 def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **kwargs: Any) -> Any:
-    """``.to()`` and its kin: nothing to do, or a refusal."""
+    """``.to()`` and the like: returns the parameter if nothing changes, otherwise raises."""
     target = _CASTS[func]
     device: torch.device | None = None
     dtype: torch.dtype | None = None
@@ -217,7 +218,7 @@ def _cast(func: Callable[..., Any], parameter: GuardedParameter, *args: Any, **k
 
 
 def _readable(parameter: GuardedParameter) -> bool:
-    """Whether an access succeeds now (inside forward and backward it gathers)."""
+    """Whether the values can be read now; inside forward and backward this gathers them."""
     try:
         owner_of(parameter).access("to")
     except UsageError:
@@ -228,7 +229,7 @@ def _readable(parameter: GuardedParameter) -> bool:
 def _copy(
     func: Callable[..., Any], parameter: GuardedParameter, value: Tensor, *_: Any, **__: Any
 ) -> Tensor:
-    """``p.copy_(full)``: every rank takes its part; this is how load_state_dict arrives."""
+    """``p.copy_(full)``: every rank takes its shard; load_state_dict uses this."""
     if value is not parameter:
         with torch.no_grad():
             owner_of(parameter).write(value.detach().expand(parameter.shape))

@@ -1,7 +1,7 @@
-"""Gradients that are reduced and rest as shards: true metadata, no values.
+"""Guarded gradients: reduced and sharded, with true metadata and no values.
 
 A guarded gradient is a tensor of its parameter's shape whose in-place arithmetic acts on this
-rank's shard; everything else that would read values raises an error that says what to do.
+rank's shard. Everything else that would read values raises an error that says what to do.
 """
 
 # ruff: noqa: SIM905 - long lists of names read better as one text
@@ -20,18 +20,18 @@ from shardwise.runtime.surface.opened import open_grads
 
 
 class GradOwner(Protocol):
-    """What a guarded gradient asks of its owner."""
+    """What a guarded gradient needs of its owner."""
 
     name: str
 
     @property
     def slots(self) -> Sequence[Any]:
-        """Where the gradient is: ``grads.open`` of a slot's flat brings it into memory."""
+        """The slots that hold the gradient; ``open_grads`` brings a slot's flat into memory."""
         ...
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """The dtype that the gradient rests in."""
+        """The dtype of the reduced gradient."""
         ...
 
     def highest(self, flag: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class GradOwner(Protocol):
 
 
 class GuardedGrad(torch.Tensor):
-    """A gradient that is reduced and rests in parts. See the module's docstring."""
+    """A gradient that is reduced and sharded. See the module's docstring."""
 
     @staticmethod
     def make(parameter: nn.Parameter, owner: GradOwner) -> "GuardedGrad":
@@ -56,8 +56,8 @@ class GuardedGrad(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func == _GET_DTYPE:
-            # That of the accumulator, which may be wider than the parameter's: GradScaler refuses
-            # to unscale in float16, and here it does not have to.
+            # The accumulator's dtype, which may be wider than the parameter's: GradScaler would
+            # refuse to unscale float16.
             return guard.owner_of(args[0]).grad_dtype
         if func in guard.METADATA or func in _GRAD_HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -72,9 +72,9 @@ class GuardedGrad(torch.Tensor):
             if isinstance(g, GuardedGrad)
         )
         raise UsageError(
-            f"The gradient of '{name}' rests in parts on several ranks, so "
-            f"'{getattr(func, '__name__', func)}' cannot read it: use shardwise.clip_grad_norm_, "
-            "or shardwise.full_grads(model) for its values."
+            f"'{getattr(func, '__name__', func)}' cannot read the gradient of '{name}', which is "
+            "sharded: use shardwise.clip_grad_norm_ to clip, or shardwise.full_grads(model) for "
+            "its values."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -96,7 +96,7 @@ _GRAD_ELEMENTWISE = {
 
 
 def _all_numbers(operands: Any) -> bool:
-    """Whether the other operands mean the same for every part of a gradient."""
+    """Whether the other operands are numbers, which apply alike to all shards of a gradient."""
     return not any(
         isinstance(x, torch.Tensor) and x.dim() > 0
         for x in torch.utils._pytree.tree_leaves(operands)
@@ -104,7 +104,7 @@ def _all_numbers(operands: Any) -> bool:
 
 
 def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Element-wise in-place arithmetic on gradients, done on the parts that this rank owns."""
+    """Element-wise in-place arithmetic on gradients, done on this rank's shards."""
     target = args[0]
     many = isinstance(target, (list, tuple))
     with torch.no_grad():
@@ -118,9 +118,9 @@ def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The memory behind gradients: what this rank has of the guarded ones, the others whole.
+    """The memory behind gradients: this rank's shards of guarded ones, ordinary ones whole.
 
-    All that is in memory anyway comes at once; what rests on a disk comes flat by flat.
+    Yields everything that is in memory at once, then what rests on a disk, flat by flat.
     """
     homes: dict[Any, list[Any]] = {}
     whole: list[Tensor] = []
@@ -144,7 +144,7 @@ def _parts(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's check: an overflow on any rank is one on all."""
+    """GradScaler's unscaling and check: an overflow on one rank counts on all ranks."""
     for parts in _parts(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     owner = next(guard.owner_of(g) for g in grads if isinstance(g, GuardedGrad))

@@ -1,4 +1,4 @@
-"""Clipping: the norm of the gradients of all ranks, and their scaling."""
+"""Gradient clipping: computes the total norm over all ranks, and scales gradients."""
 
 import math
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is at most ``max_norm``; returns the norm."""
     if not norm_type > 0:
-        raise UsageError(f"clip_grad_norm_ knows norms of positive order, not {norm_type}.")
+        raise UsageError(f"clip_grad_norm_ needs a norm of positive order, not {norm_type}.")
     foreach = _takes_foreach(runtime, foreach)
     runtime.require_idle("clip_grad_norm_", before_step=True)
     if math.isfinite(max_norm) and any(unit.ops.updates_early for unit in runtime.units):
@@ -35,7 +35,8 @@ def clip_grad_norm_(
     grads.read(runtime)
     if runtime.accumulated:
         raise UsageError(
-            "clip_grad_norm_ after a backward under no_sync: gradients are not reduced yet."
+            "clip_grad_norm_ needs reduced gradients, but the last backward ran under no_sync; run "
+            "a backward outside no_sync first."
         )
     total = _total_norm(runtime, norm_type, foreach)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -66,9 +67,9 @@ def _scale_grads(runtime: Runtime, factor: float, foreach: bool) -> None:
 
 
 def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
-    """Whether torch's foreach kernels run: as chosen, or by default where the device has them.
+    """Whether to use torch's foreach kernels: as chosen, by default if the device has them.
 
-    Decided by the devices of all parts, also of empty ones, so that ranks decide alike.
+    The device decides, even if this rank's shards are empty, so that all ranks decide alike.
     """
     if chosen is False:
         return False
@@ -77,20 +78,20 @@ def _takes_foreach(runtime: Runtime, chosen: bool | None) -> bool:
     if chosen and lacking:
         raise UsageError(
             f"clip_grad_norm_(foreach=True), but torch has no foreach kernels for "
-            f"{', '.join(lacking)} tensors; pass foreach=False, or None to take them where they "
+            f"{', '.join(lacking)} tensors; pass foreach=False, or None to use them where they "
             "exist."
         )
     return not lacking
 
 
 def _grad_parts(opened: OpenGrads) -> list[torch.Tensor]:
-    """This rank's parts of a flat's reduced gradients, without padding."""
+    """This rank's shards of a flat's reduced gradients, without padding."""
     parts = [opened.summed_of(slot) for slot in opened.flat.slots if slot.has_grad]
     return [part for part in parts if part is not None]
 
 
 def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tensor:
-    """Every element counted once: only the first replica of each part contributes."""
+    """The norm over all ranks. Only the first replica of a shard contributes its elements."""
     rank, infinite = runtime.grid.place.rank, norm_type == float("inf")
     norms: list[torch.Tensor] = []
     with ExitStack() as stack:
@@ -119,7 +120,7 @@ def _norms(parts: list[torch.Tensor], norm_type: float, foreach: bool) -> list[t
 
 
 def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Tensor]:
-    """Norms of gradients on a disk: those taken on the way there, or read back one by one."""
+    """Norms of gradients on a disk: computed when they were stored, otherwise read back."""
     known = [flat.grads.norms.get(slot) for slot in flat.slots if slot.has_grad]
     if norm_type == 2.0 and flat.grads.norms:
         return [norm * flat.grads.factor for norm in known if norm is not None]
@@ -128,6 +129,6 @@ def _stored_norms(flat: Flat, norm_type: float, foreach: bool) -> list[torch.Ten
 
 
 def _is_first_replica(unit: Unit, rank: int) -> bool:
-    """Whether no earlier rank has the same part of the unit's gradients."""
+    """Whether no earlier rank has the same shard of the unit's gradients."""
     beyond = unit.rungs.ladder.steps[unit.rungs.optim :]
     return all(step.coordinate(rank) == 0 for step in beyond)

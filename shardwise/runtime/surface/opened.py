@@ -1,4 +1,4 @@
-"""A flat's gradients in memory for a while, wherever they rest."""
+"""Brings a flat's gradients into memory for a while, wherever they rest."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ from shardwise.runtime.slot import ParamSlot
 
 @contextmanager
 def open_grads(flat: Flat, *, writes: bool = False) -> Iterator["OpenGrads"]:
-    """What this rank has of a flat's gradients, in memory."""
+    """This rank's shards of a flat's gradients, in memory inside the context."""
     grads = flat.grads
     with ExitStack() as stack:
         summed = held = None
@@ -31,17 +31,17 @@ def open_grads(flat: Flat, *, writes: bool = False) -> Iterator["OpenGrads"]:
 
 @dataclass(frozen=True)
 class OpenGrads:
-    """A flat's gradients on this rank while they are in memory."""
+    """This rank's shards of a flat's gradients while they are in memory."""
 
     flat: Flat
     summed: torch.Tensor | None
     held: torch.Tensor | None
 
     def summed_of(self, slot: ParamSlot) -> torch.Tensor | None:
-        """A parameter's summed gradient, flat; None if this rank has nothing of it."""
+        """This rank's shard of a parameter's summed gradient; None if it has none."""
         return slot.of(self.summed, self.flat.optim_at)
 
     def of(self, slot: ParamSlot) -> list[torch.Tensor]:
-        """All that this rank has of a parameter's gradient: summed, and held under no_sync."""
+        """This rank's shards of a parameter's gradient: summed, and held under no_sync."""
         held = slot.of(self.held, self.flat.interval(self.flat.rungs.grads))
         return [part for part in (self.summed_of(slot), held) if part is not None]

@@ -1,13 +1,13 @@
-"""What users do to a sharded model's parameters directly: followed where possible, or refused.
+"""Follows or refuses what users do to a sharded model's parameters directly.
 
-A guarded parameter notices by itself. The parameters of units that rest in full are ordinary ones,
-so before a pass, a step or a copy the runtime looks whether they still are what it laid out:
+A guarded parameter notices access by itself. The parameters of units that rest in full are ordinary
+ones, so before a pass, a step or a copy the runtime compares them with what it laid out:
 
 - replaced by another Parameter, frozen or unfrozen, of another dtype or shape: refused
-- given other memory (``p.data = value``): the values are taken, and the parameter comes home
+- given other memory (``p.data = value``): the values are copied, and the old memory is restored
 - written in place (``p.mul_(2)``, ``load_state_dict``): a master copy of another dtype follows
 
-``model.to()`` and ``load_state_dict`` are met where they begin, so that nothing is half done.
+``model.to()`` and ``load_state_dict`` are checked before they begin, so that none stops halfway.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Watch:
             _watch_loading(runtime, module, faces)
 
     def look(self) -> None:
-        """Follows or refuses what happened since the last look; alike on all ranks."""
+        """Follows or refuses changes since the last look; they must be the same on all ranks."""
         for parameters, name, face in self._places:
             if parameters.get(name) is not face.parameter:
                 raise UsageError(
@@ -56,7 +56,7 @@ class Watch:
 
 
 class _Resident:
-    """A parameter that rests in full."""
+    """A parameter of a unit that rests in full."""
 
     def __init__(self, slot: ParamSlot) -> None:
         self._slot = slot
@@ -89,7 +89,7 @@ class _Resident:
         parameter.data = self._home
 
     def _follow(self) -> None:
-        """Masters of another dtype take what changed; elsewhere they keep their precision."""
+        """A master of another dtype takes the changed elements; the others keep their precision."""
         flat = self._slot.flat
         if flat.params.master is None or not flat.has_master or not self._slot.segment.numel:
             return
@@ -103,7 +103,7 @@ class _Resident:
 
 
 def _refuse_casts(runtime: "Runtime", module: nn.Module) -> None:
-    """``.to()``, ``.half()`` and their kin go through ``_apply``: refused before they begin."""
+    """Refuses ``.to()``, ``.half()`` and the like, which all go through ``_apply``."""
     apply: Callable[..., nn.Module] = module._apply
 
     def checked(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
@@ -124,13 +124,13 @@ def _refuse_casts(runtime: "Runtime", module: nn.Module) -> None:
 
 
 def _watch_loading(runtime: "Runtime", module: nn.Module, faces: dict[nn.Parameter, Face]) -> None:
-    """Master weights take the values that are loaded before those are rounded."""
+    """Master weights take loaded values before these are rounded to P's dtype."""
 
     def before(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) would replace sharded parameters; load without "
-                "assign, which copies every rank's part."
+                "assign, which copies into every rank's shards."
             )
         for name, parameter in module._parameters.items():
             face, value = faces.get(parameter), state.get(prefix + name)  # type: ignore[arg-type]
