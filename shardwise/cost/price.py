@@ -183,7 +183,7 @@ class Prices:
                 self.add(use, 4 * others),
                 self.copy(4 * others, use),
             ]
-        # The own part goes to a buffer where the others' are added.
+        # This rank's shard goes to a buffer where the others' are added.
         own = self.copy(4 * part // hop.size // simulated, use)
         return [own, *encode, travel, self._code(use, format, others, decodes=True)]
 

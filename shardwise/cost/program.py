@@ -54,7 +54,6 @@ class Program:
         self._flops, self._backward = forward_flops(model, work), backward_times(model)
         self._updates = Updates(self._prices, self._units)
         self._priced: dict[tuple[object, ...], tuple[Op, Price]] = {}
-        self._computing: dict[tuple[float, bool], Compute] = {}
         self._jobs: dict[tuple[str, Kind], list[Job]] = {}
         """The jobs that a unit's last operation of a kind has become."""
         self._under_way: deque[list[Job]] = deque()

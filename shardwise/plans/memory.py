@@ -345,7 +345,6 @@ def _reductions(units: list[_Placed], accumulates: bool) -> int:
     needed = [0]
     for unit in units:
         rungs = unit.rungs
-        outer = outer_step(unit.unit, rungs, unit.plan)
         for flat in trained_flats(unit.unit):
             dtype = unit.dtype("reduce", flat)
             granule = flat.numel // rungs.granules
@@ -358,6 +357,7 @@ def _reductions(units: list[_Placed], accumulates: bool) -> int:
             }
             if not payloads:
                 continue
+            outer = outer_step(unit.unit, rungs, unit.plan)
             inner = [size for index, size in payloads.items() if index != outer]
             travelling = max(inner, default=0) + payloads.get(-1 if outer is None else outer, 0)
             buffers = 1 if outer is None else 2 + accumulates
