@@ -46,9 +46,6 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 
-PENDING: set[tuple[str, str]] = set()
-"""Edges that are known and on their way out, as (file, package)."""
-
 Edge = tuple[str, str]
 
 
@@ -104,11 +101,7 @@ def test_planning_and_running_meet_in_plans_alone() -> None:
 
 
 def test_no_import_goes_the_wrong_way() -> None:
-    assert bad_edges(all_sources()) - PENDING == set()
-
-
-def test_what_is_pending_still_exists() -> None:
-    assert PENDING - bad_edges(all_sources()) == set(), "mended: remove it from PENDING"
+    assert bad_edges(all_sources()) == set()
 
 
 def test_a_bad_edge_is_found_wherever_it_stands() -> None:

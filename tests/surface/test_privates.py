@@ -51,9 +51,6 @@ FOREIGN = {
 }
 """Patterns of foreign privates that may be used, and what for."""
 
-PENDING: set[tuple[str, str]] = set()
-"""Breaches that are known and on their way out, as (file, use)."""
-
 Use = tuple[str, str]
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
@@ -122,11 +119,7 @@ def all_sources() -> dict[str, str]:
 
 
 def test_nobody_reaches_into_what_others_keep_private() -> None:
-    assert breaches(all_sources()) - PENDING == set()
-
-
-def test_what_is_pending_still_exists() -> None:
-    assert PENDING - breaches(all_sources()) == set(), "mended: remove it from PENDING"
+    assert breaches(all_sources()) == set()
 
 
 def test_no_pattern_for_foreign_privates_lets_ours_through() -> None:
