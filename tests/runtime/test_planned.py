@@ -20,7 +20,7 @@ from shardwise.model.units import describe
 from shardwise.plans.expected import Training
 from shardwise.plans.ops import Kind, Op, Phase
 from shardwise.plans.order import Issuer
-from shardwise.plans.plan import Plan, Precision, Tiers, Tiling
+from shardwise.plans.plan import Plan, Precision, StatePlan, Tiers, Tiling
 from shardwise.plans.schedule import UnitOps
 from shardwise.plans.validate import violations
 from shardwise.runtime.execute import Done
@@ -225,6 +225,32 @@ def check_models(path: str) -> list[str]:
 def test_planned_is_measured_for_frozen_and_tiled_models(four, tmp_path):
     for lines in four.run(check_models, str(tmp_path)):
         assert not lines, "\n".join(lines)
+
+
+def check_optimizers(path: str) -> None:
+    """Other optimizers keep less per element than Adam's kin: the run plans with what they keep."""
+    states = {s: StatePlan(tier="nvme") for s in ("params", "grads", "optim")}
+    plan = Plan(name="nvme", tiers=Tiers(path=path), min_unit_numel=1000, **states)
+    words = {}
+    for momentum in (0.0, 0.9):
+        run = Run(plan, LEVELS[1])
+        sw.unshard(run.model)
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=momentum)
+        sw.shard(run.model, run.optimizer, plan=plan, levels=LEVELS[1])
+        runtime_of(run.model).observers.append(run.done.append)
+        for _ in range(3):
+            run.step(1)
+        run.loss(0).backward()
+        run.optimizer.step()
+        runtime_of(run.model).homes.settle()
+        assert [measured(done) for done in run.done] == [planned(done.op) for done in run.done]
+        words[momentum] = sum(done.op.reads for done in run.done if done.op.kind is Kind.UPDATE)
+        sw.unshard(run.model)
+    assert words[0.9] * 2 == words[0.0] * 3  # gradients and parameters, with momentum one more
+
+
+def test_a_run_plans_with_what_its_optimizer_keeps(one, tmp_path):
+    one.run(check_optimizers, str(tmp_path))
 
 
 # --- what is not in the schedule does not happen --------------------------------------------------

@@ -27,6 +27,10 @@ class StatesAtRest:
         self.tensors: dict[ParamSlot, set[str]] = {}
         """The names of a parameter's per-element states."""
 
+    def num_kept(self, flats: list[Flat]) -> int:
+        """How many numbers the optimizer keeps per element of some flats."""
+        return max((len(self.rests.get(flat, {})) for flat in flats), default=0)
+
     def state_of(self, slot: ParamSlot) -> State:
         """A parameter's state with its values; empty before the first step."""
         if slot not in self.numbers:

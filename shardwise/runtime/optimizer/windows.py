@@ -260,6 +260,8 @@ class WindowedUpdate:
                         self.states.rest(slot.flat, key, value.dtype)
             for slot in slots:
                 slot.flat.grads.make_sums()
+            for unit in {slot.unit for slot in slots}:  # planned for one of Adam's kin until now
+                unit.ops.with_optim_words(self.states.num_kept(unit.trained))
 
     def covers(self, slot: ParamSlot) -> bool:
         return slot in self._slots

@@ -175,12 +175,6 @@ def open_up(parameters: Iterable[nn.Parameter]) -> None:
         parameter.__class__ = nn.Parameter
 
 
-def raw_grad(parameter: nn.Parameter) -> Tensor | None:
-    """``parameter.grad`` without guards."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
-
-
 def set_raw_grad(parameter: nn.Parameter, grad: Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = grad
