@@ -764,7 +764,7 @@ def test_a_plan_with_activations_on_disk_needs_a_store():
 
 def test_checkpoints_of_the_model_keep_inputs_in_memory_and_it_says_so():
     sharded = shard(SelfMade, "nvme")
-    with pytest.warns(UserWarning, match=r"Unit 'blocks.0' .* in memory instead of on nvme"):
+    with pytest.warns(UserWarning, match=r"Unit 'blocks.0' .* in memory instead of on tier nvme"):
         loss_of(sharded.model, *my_batch(0)).backward()
     assert sharded.activations.moved.recomputed_by_model == 2
     with warnings.catch_warnings():
