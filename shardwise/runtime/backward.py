@@ -126,18 +126,7 @@ class Backward:
             self._uses.forget_backward()
         self._issues.follow(self._issuer.end_backward())
         grads.end_backward(runtime, dropped)
-        runtime.accumulated = not runtime.sync
-
-    def interrupt(self) -> None:
-        """Finishes a backward that raised, with the gradients that had arrived."""
-        if not self.active:
-            return
-        runtime = self._runtime
-        now, runtime.sync = runtime.sync, self._sync  # the exception may have left no_sync
-        try:
-            self.finish()
-        finally:
-            runtime.sync = now
+        runtime.accumulated = not self._sync
 
     # --- reductions ---------------------------------------------------------------------------
 
@@ -209,9 +198,9 @@ class Backward:
     def _exchange_flags(self) -> Flags:
         runtime, reductions = self._runtime, self.reductions
         mine = reductions.flags(runtime.steps.updated, grads.dropped(reductions.slots))
-        if runtime.sync or any(unit.rungs.grads > 0 for unit in reductions.units):
+        if self._sync or any(unit.rungs.grads > 0 for unit in reductions.units):
             mine = runtime.grid.control.highest(mine, "end of a backward")
-        flags = reductions.read_flags(mine.tolist(), synchronises=runtime.sync)
+        flags = reductions.read_flags(mine.tolist(), synchronises=self._sync)
         runtime.steps.half_updated |= bool(flags.updated)
         flags.require_old()
         return flags

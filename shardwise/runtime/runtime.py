@@ -199,7 +199,7 @@ class Runtime:
         """
         for recover in self.recoveries:
             recover()
-        self.backward.interrupt()
+        self.backward.finish()
         self.forward.interrupt()
 
     def notice_interruption(self, running: int = 0) -> None:
