@@ -38,7 +38,7 @@ _VALUES = (Kind.FETCH, Kind.GATHER, Kind.REFRESH)
 _AGAIN = (*_VALUES, Kind.LOAD)
 """The same before it is recomputed."""
 _REDUCES = (Kind.REDUCE, Kind.REPLICATE, Kind.STORE)
-_FREE = (Kind.FREE, Kind.DROP)
+_FREE = (Kind.FREE, Kind.DROP, Kind.RELEASE)
 
 
 class Program:
@@ -105,6 +105,8 @@ class Program:
     # --- operations ---------------------------------------------------------------------------
 
     def _operation(self, op: Op) -> Iterator[Instruction]:
+        if op.kind is Kind.RELEASE:
+            yield from self._wait(op.unit, op.after)
         if op.kind in _FREE:
             return
         before = [job for kind in op.after for job in self._jobs.get((op.unit, kind), ())]

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
-from shardwise.plans.inputs import Inputs
+from shardwise.plans.inputs import ExpectedInputs
 from shardwise.plans.moments import Moment, backward_moments, calls_of, forward_moments, uses
 from shardwise.plans.ops import Op, Phase, Trigger
 from shardwise.plans.order import BACKWARD, Asks, Issue, Issuer
@@ -113,12 +113,12 @@ class Training:
         input_bytes: int = 0,
     ) -> None:
         self.units = unit_ops(plan, model, topology)
-        self._issuer = Issuer(self.units, plan.prefetch, plan.keep_until)
-        calls, reached = calls_of(model, order or model.order), reached_units(model)
+        self._issuer = Issuer(self.units, plan)
+        calls, self._reached = calls_of(model, order or model.order), reached_units(model)
         self._forward = list(forward_moments(calls))
         self._backward = list(
             backward_moments(
-                [call for call in calls if self.units[call.unit].name in reached],
+                [call for call in calls if self.units[call.unit].name in self._reached],
                 self.units,
                 recomputes=plan.activations != "keep",
             )
@@ -131,7 +131,7 @@ class Training:
             walk = self._issuer.walks[kind] = Walk(plan.prefetch)
             walk.recording = uses(moments, self.units)
             walk.finish_recording()
-        self._inputs = Inputs(plan, input_bytes)
+        self._inputs = ExpectedInputs(self._issuer.inputs, input_bytes)
         self._leaving: set[int] = set()
         """Units that are to be updated when their own backward is over."""
         self._updated: set[int] = set()
@@ -154,7 +154,7 @@ class Training:
         yield self._event(Trigger.BEGIN_BACKWARD, 0, issuer.begin(BACKWARD, phase))
         yield from self._fire_all(self._backward)
         issuer.units[0].busy = False
-        self._inputs.forget()
+        self._inputs.end()
         yield self._end_walk(Trigger.END_BACKWARD, issuer.end_backward)
         if phase.synchronises:
             yield self._step()
@@ -176,8 +176,8 @@ class Training:
             return self._update_early(unit)
         if ops.encloses or ops.is_tile:
             return ()
-        if trigger is Trigger.AFTER_FORWARD and self._issuer.phase is not Phase.EVAL:
-            return self._inputs.save(ops.name)
+        if trigger is Trigger.BEFORE_FORWARD and self._issuer.phase is not Phase.EVAL:
+            return self._inputs.save(ops.name, reached=ops.name in self._reached)
         return self._inputs.load(ops.name) if trigger is Trigger.BEFORE_RECOMPUTE else ()
 
     # --- gradients ----------------------------------------------------------------------------

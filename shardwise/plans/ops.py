@@ -75,9 +75,11 @@ class Kind(StrEnum):
     DROP = "drop"
     """Drops what was kept or fetched: it is stale or not needed any more."""
     SAVE = "save"
-    """Writes the inputs of a unit's call to the tier of activations."""
+    """Writes the inputs of a call to the tier of activations."""
+    RELEASE = "release"
+    """Gives back the buffers from which inputs were written."""
     LOAD = "load"
-    """Reads the inputs back for the unit's backward."""
+    """Reads the inputs back for the call's recomputation."""
     COLLECT = "collect"
     """Copies autograd's gradients into the unit's full gradient buffer, one by one."""
     REDUCE = "reduce"
@@ -164,6 +166,8 @@ class Op:
     """For a reduction, per trained flat: whether held gradients are added on G's rung."""
     overlaps: bool = False
     """Whether the last hop runs on the outer lane, beside the inner hops of later chunks."""
+    call: int = 0
+    """For inputs of units: which call of the model's units they belong to, counted from 1."""
 
     @property
     def sent_bytes(self) -> int:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shardwise.plans.holdings import Held, Holdings
+from shardwise.plans.inputs import Inputs
 from shardwise.plans.ops import Kind, Op, Phase, Trigger
+from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import UnitOps
 from shardwise.plans.sums import Holds
 from shardwise.plans.walk import Hold, Walk
@@ -57,8 +59,10 @@ class Issue:
 class Issuer(Holdings):
     """Decides which operations are issued, for one model on one rank."""
 
-    def __init__(self, units: Sequence[UnitOps], prefetch: int, keep_until: str) -> None:
-        super().__init__(units, keep_until)
+    def __init__(self, units: Sequence[UnitOps], plan: Plan) -> None:
+        super().__init__(units, plan.keep_until)
+        self.inputs = Inputs(plan)
+        """The inputs of units' calls, if they rest on a tier."""
         self.walks: dict[str, Walk] = {}
         self.walk: Walk | None = None
         """The walk of the running forward."""
@@ -66,7 +70,7 @@ class Issuer(Holdings):
         """Whether backward makes a graph itself, so that another backward needs the values."""
         self.in_flight = 0
         """The number of reductions that were issued and not finished."""
-        self._prefetch = prefetch
+        self._prefetch = plan.prefetch
         self._travels = any(unit.travels for unit in units)
         self._fetches = any(unit.plan.params.tier != "device" for unit in units)
         self._rules: dict[Trigger, Callable[[Held], Issue]] = {

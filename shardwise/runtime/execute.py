@@ -55,9 +55,7 @@ class Executor:
         self.observers: list[Callable[[Done], None]] = []
         self.divisor = float(grid.place.world)
         """Summed gradients are divided by this; the number of ranks by default."""
-        self.update: Callable[[Unit], Ticket] = lambda unit: DONE
-        """Runs an update; set by the optimizer's takeover before it steps."""
-        self._verbs: dict[Kind, Callable[[Unit, Op], Ticket]] = {
+        self.verbs: dict[Kind, Callable[[Unit, Op], Ticket]] = {
             Kind.FETCH: self._fetch,
             Kind.GATHER: self._gather,
             Kind.KEEP: self._keep,
@@ -67,9 +65,9 @@ class Executor:
             Kind.REDUCE: self._reduce,
             Kind.REPLICATE: self._replicate,
             Kind.STORE: self._store,
-            Kind.UPDATE: lambda unit, op: self.update(unit),
             Kind.REFRESH: self._refresh,
         }
+        """The takeover adds the update, and ``activations/offload.py`` what moves inputs."""
         self._legs: dict[tuple[str, Kind, int, tuple[Hop, ...]], list[Leg]] = {}
         self._taken: dict[Unit, list[FullGrad]] = {}
         """Complete gradients between ``collect`` and ``reduce``."""
@@ -91,7 +89,7 @@ class Executor:
         self._doing = done
         before, THREAD.meter = THREAD.meter, done.meter
         try:
-            ticket = self._verbs[op.kind](unit, op)
+            ticket = self.verbs[op.kind](unit, op)
         finally:
             THREAD.meter = before
         unit.issued[op.kind] = done.lane, ticket

@@ -83,7 +83,7 @@ class Runtime:
         """Run after an interrupted forward: each forgets calls that will never return."""
         self.activations: Activations | None = None
         """Set by ``recompute.install``."""
-        self.issuer = Issuer([unit.ops for unit in units], plan.prefetch, plan.keep_until)
+        self.issuer = Issuer([unit.ops for unit in units], plan)
         self.executor = Executor(units, grid, carriers)
         self.issues = Issues(self)
         self.steps = Steps(self)

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ticket import DONE, Chained, Ticket
-from shardwise.plans.ops import Op
+from shardwise.plans.ops import Kind, Op
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import shown_state
 from shardwise.runtime.unit import Unit
@@ -39,12 +39,12 @@ class Steps:
         ready = Chained(DONE, reduced)
         found: list[Ticket] = []
 
-        def update(unit: Unit) -> Ticket:
+        def update(unit: Unit, op: Op) -> Ticket:
             found.extend(takeover.update_in_backward(unit, ready) for takeover in moving)
             return Chained(DONE, found)
 
         if moving:
-            self._runtime.executor.update = update
+            self._runtime.executor.verbs[Kind.UPDATE] = update
             self._runtime.executor.perform(op)
         return found
 

@@ -23,6 +23,8 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.core.errors import ShardwiseError, UsageError
 from shardwise.core.ticket import Ticket
+from shardwise.core.work import IN_FLIGHT
+from shardwise.plans.inputs import Inputs
 from shardwise.runtime.activations import offload, recompute
 from shardwise.runtime.unit import State
 from shardwise.tier.pool import Pool
@@ -148,7 +150,7 @@ def shard(
         timeout_s=LIMIT_S,
     )
     runtime = runtime_of(model)
-    runtime.plan = chosen
+    runtime.plan, runtime.issuer.inputs = chosen, Inputs(chosen)
     store, pool = store or FakeStore(), Pool(torch.device("cpu"))
     installed = recompute.install(runtime, store if setting == "nvme" else None, pool)
     return Sharded(model, optimizer, store, installed, pool)
@@ -603,7 +605,7 @@ def test_a_tensor_of_several_units_is_stored_and_read_once():
     train(sharded, steps=1)
     puts = sum(verb == "put" for verb, _ in sharded.store.asked)
     assert puts == 5 + 1
-    assert sharded.activations.moved.num_reads == puts - offload.IN_FLIGHT
+    assert sharded.activations.moved.num_reads == puts - IN_FLIGHT
 
 
 def test_small_tensors_parameters_and_views_of_them_stay_in_memory():

@@ -5,6 +5,7 @@ for the operation that they do it for. The schedule is what ``plans/expected.py`
 same issuer, which in the run is driven by the hooks of a real forward and backward.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,13 +24,17 @@ from shardwise.plans.order import Issuer
 from shardwise.plans.plan import Plan, Precision, StatePlan, Tiers, Tiling
 from shardwise.plans.schedule import UnitOps
 from shardwise.plans.validate import violations
+from shardwise.runtime.activations import offload
 from shardwise.runtime.execute import Done
 from shardwise.runtime.unit import State
+from shardwise.tier.pool import PAGE_BYTES
 from tests.models import TinyGPT, UntiedGPT, adamw, batch, lm_loss, make, mine
 
 LEVELS = {1: "world=1", 4: "node=2,world=2"}
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "amsp", "zeropp", "lean", "infinity")
 MIXED = Precision(compute="bfloat16", reduce="bfloat16", master="float32")
+DIM = 24
+"""The width of the models' blocks."""
 SINGLE = (Phase.ONLY,)
 ACCUMULATED = (Phase.FIRST, Phase.MIDDLE, Phase.LAST)
 
@@ -58,12 +63,26 @@ def measured(done: Done) -> Row:
     return op.kind.value, op.unit, hops, done.meter.read, done.meter.written
 
 
+class Deep(TinyGPT):
+    """So deep that the inputs of the first blocks leave their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+
+
+def input_bytes(plan: Plan) -> int:
+    """The input of a block in a call, in whole pages."""
+    tokens, _ = mine(*batch(0))
+    dtype = getattr(torch, plan.precision.compute or "float32")
+    return math.ceil(tokens.numel() * DIM * dtype.itemsize / PAGE_BYTES) * PAGE_BYTES
+
+
 def expected(model, plan: Plan, levels: str, passes: tuple[Phase, ...]) -> list[Row]:
     topology = Topology.parse(levels)
     spec = describe(model, plan, topology)
     # Module trees do not say that a head comes last.
     order = sorted(spec.order, key=lambda name: "head" in name)
-    training = Training(plan, spec, topology, order)
+    training = Training(plan, spec, topology, order, input_bytes=input_bytes(plan))
     return [planned(op) for phase in passes for event in training.run(phase) for op in event.ops]
 
 
@@ -220,6 +239,32 @@ def check_models(path: str) -> list[str]:
     # Tied weights in tiles, whose loss the user computes outside of the model: when, nobody knows.
     tied = replace(zero3, tiling=Tiling(numel=480))
     return lines + check(tied, LEVELS[4], TinyGPT, ordered=False)
+
+
+def check_inputs(path: str, levels: str) -> list[str]:
+    """Inputs of blocks on the disk, of which the last ones stay in their buffers."""
+    before, offload.SMALL_BYTES = offload.SMALL_BYTES, 1
+    away = {s: StatePlan(spread="world", tier="nvme") for s in ("params", "grads", "optim")}
+    inputs = {"activations": "nvme", "min_unit_numel": 1000, "tiers": Tiers(path=path)}
+    zero3 = replace(sw.presets.zero3(), **inputs)
+    try:
+        lines = [line for kind in (TinyGPT, Deep) for line in check(zero3, levels, kind)]
+        lines += check(replace(zero3, precision=MIXED, prefetch=2, **away), levels, Deep)
+        lines += check(replace(zero3, **away, keep="full"), levels, LastTrained)
+        tiles = Tiling(numel=480, loss=False)
+        return lines + check(replace(zero3, tiling=tiles, **away), levels, UntiedGPT)
+    finally:
+        offload.SMALL_BYTES = before
+
+
+def test_planned_is_measured_for_inputs_on_a_disk(four, tmp_path):
+    for lines in four.run(check_inputs, str(tmp_path), LEVELS[4]):
+        assert not lines, "\n".join(lines)
+
+
+def test_planned_is_measured_for_inputs_on_a_disk_on_one_rank(one, tmp_path):
+    (lines,) = one.run(check_inputs, str(tmp_path), LEVELS[1])
+    assert not lines, "\n".join(lines)
 
 
 def test_planned_is_measured_for_frozen_and_tiled_models(four, tmp_path):

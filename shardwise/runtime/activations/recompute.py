@@ -22,7 +22,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.errors import UsageError
-from shardwise.runtime.activations.offload import Moved, Offload, OnDisk, OnHost
+from shardwise.runtime.activations.homes import Moved, OnDisk, OnHost
+from shardwise.runtime.activations.offload import Offload
 from shardwise.runtime.forward import in_autograd
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import guard
@@ -107,16 +108,19 @@ class _Shadow:
         buffers = self._buffers
         started_from = buffers.copies()
         first = [(args, kwargs)]  # popped by forward: the graph must not keep these alive
+        saved: list[Callable[[], None]] = []
 
         def call(*tensors: torch.Tensor) -> Any:
             if first:
+                while saved:  # checkpoint has saved all inputs by now
+                    saved.pop()()
                 args, kwargs = first.pop()
                 return forward(*args, **kwargs)
             again, keywords = inputs.again(tensors)
             with buffers.replaced(started_from):
                 return forward(*again, **keywords)
 
-        with activations.outermost():
+        with activations.outermost(self._unit, saved):
             result = checkpoint(call, *inputs.tensors(), use_reentrant=False)
         buffers.learn(started_from)
         return result
@@ -270,11 +274,16 @@ class Activations:
         return True
 
     @contextlib.contextmanager
-    def outermost(self) -> Iterator[None]:
-        """Context of the checkpoint of one call."""
+    def outermost(self, unit: str, saved: list[Callable[[], None]]) -> Iterator[None]:
+        """Context of the checkpoint of one call of a unit; adds to ``saved`` what is to be done
+        when the call's inputs are saved."""
         self._inside = True
         try:
-            with self._offload.hooks() if self._offload else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self._offload:
+                    hooks, when_saved = self._offload.begin(unit)
+                    stack.enter_context(hooks)
+                    saved.append(when_saved)
                 yield
         finally:
             self._inside = False

@@ -134,7 +134,7 @@ class OptimizerTakeover:
         for unit in runtime.units:
             made = not raised or unit.index in early
             unit.new = windows.new_shards(unit) if made else set()
-        runtime.executor.update = windows.update
+        runtime.executor.verbs[Kind.UPDATE] = windows.update
         for op in (op for issue in runtime.issuer.step(updated=early) for op in issue.ops):
             # Ranks that did not raise refresh now, so this one does as well.
             if op.kind is not Kind.UPDATE:

@@ -29,6 +29,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.trace import span
+from shardwise.plans.ops import Op
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.optimizer.at_rest import StatesAtRest, is_per_element
 from shardwise.runtime.optimizer.kinds import step_on
@@ -77,7 +78,7 @@ class WindowedUpdate:
         self._queue = deque(self._windows(units))
         self._coming = self._load(self._queue[0]) if self._queue else None
 
-    def update(self, unit: Unit) -> Ticket:
+    def update(self, unit: Unit, op: Op) -> Ticket:
         """Updates one unit, while the next window is read and the last one written."""
         while self._queue and self._queue[0].unit is unit:
             window = self._queue.popleft()
