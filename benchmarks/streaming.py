@@ -97,7 +97,7 @@ def build(args: argparse.Namespace, plan: Plan) -> tuple[Callable[[], None], int
     step()
     runtime.observers.remove(done.append)
     moved = sum(each.meter.read + each.meter.written for each in done)
-    planned = sum(each.op.moved_bytes for each in done)
+    planned = sum(each.op.on("nvme").reads + each.op.on("nvme").writes for each in done)
     if moved != planned:
         sys.exit(f"{moved} bytes were moved, and {planned} planned: please report this.")
     return step, moved

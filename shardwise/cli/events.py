@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.core.layout import ModelSpec
 from shardwise.core.sizes import format_bytes
 from shardwise.plans.expected import Event
-from shardwise.plans.ops import Op, Trigger
+from shardwise.plans.ops import Move, Op, Trigger
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,14 @@ class Row:
 
     @property
     def tier(self) -> str:
-        """What is read from a tier, and what is written there."""
-        op = self.op
-        moves = (("reads", op.reads), ("writes", op.writes))
-        texts = [f"{what} {format_bytes(nbytes)}" for what, nbytes in moves if nbytes]
-        return f"{op.tier}: {', '.join(texts)}" if texts else ""
+        """What is read from tiers, and what is written there."""
+
+        def text(move: Move) -> str:
+            both = (("reads", move.reads), ("writes", move.writes))
+            texts = [f"{what} {format_bytes(nbytes)}" for what, nbytes in both if nbytes]
+            return f"{move.tier}: {', '.join(texts)}"
+
+        return "; ".join(text(move) for move in self.op.moves)
 
     def to_dict(self) -> dict[str, Any]:
         op = self.op
@@ -57,10 +60,9 @@ class Row:
             "source": op.source.value if op.source else None,
             "target": op.target.value if op.target else None,
             "after": [kind.value for kind in op.after],
-            "tier": op.tier,
-            "reads": op.reads,
-            "writes": op.writes,
-            "crossing": list(op.crossing),
+            "moves": [
+                {"tier": move.tier, "reads": move.reads, "writes": move.writes} for move in op.moves
+            ],
             "copies": op.copies,
             "overlaps": op.overlaps,
             "hops": [

@@ -118,10 +118,15 @@ class Prices:
         use = _USES.get(op.kind, "tier")
         if op.lane is Lane.COMPUTE and op.kind is Kind.REFRESH:
             use = "update"  # a copy from master weights, and nothing travels
-        reads = [self.move(op.tier, op.reads, writes=False)] if op.reads else []
+        reads = [self.move(m.tier, m.reads, writes=False) for m in op.moves if m.reads]
         copies = [self.copy(op.copies, use)] if op.copies else []
-        writes = [self.move(op.tier, op.writes, writes=True)] if op.writes else []
-        then, behind = ([], writes) if op.tier == "nvme" else (writes, [])
+        then: Stages = []
+        behind: Stages = []
+        for m in op.moves:
+            if m.writes:
+                (behind if m.tier == "nvme" else then).append(
+                    self.move(m.tier, m.writes, writes=True)
+                )
         if op.kind is not Kind.REDUCE:
             lane = [*reads, *copies, *self.climb(use, op, numel, rungs), *then]
             return Price([(lane, [])], [], behind)

@@ -128,7 +128,7 @@ class Program:
 
     def _price(self, op: Op) -> Price:
         """The same for all units that are alike, whose operations share their hops."""
-        key = (op.kind, id(op.hops), op.reads, op.writes, op.copies, op.tier)
+        key = (op.kind, id(op.hops), op.moves, op.copies)
         found = self._priced.get(key)
         if found is None:
             unit = self._units[op.unit]

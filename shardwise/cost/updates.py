@@ -8,7 +8,7 @@ the host works, the new parameters leave.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardwise.cost.engine import Compute, Instruction, Job, Stage, Submit, Wait
+from shardwise.cost.engine import Compute, Instruction, Job, Submit, Wait
 from shardwise.cost.price import Prices, Stages
 from shardwise.plans.ops import Kind, Lane, Op
 from shardwise.plans.schedule import UnitOps
@@ -37,14 +37,20 @@ class Updates:
         if op.lane is Lane.UPDATE:
             yield from self._update_beside(op, before)
             return
-        reads, writes = self._moves(op)
         if self._optim_tier(op) == "cpu":
-            for stage in (writes, *self._work(op), reads):
+            # Gradients come, the host works, new parameters leave.
+            for stage in (
+                *self._stages(op, "cpu", writes=True),
+                *self._stages(op, "nvme", writes=False),
+                *self._work(op),
+                *self._stages(op, "cpu", writes=False),
+                *self._stages(op, "nvme", writes=True),
+            ):
                 yield Compute(f"update {op.unit}", stage)
             return
         jobs = [
-            Job("fetch", f"read states of {op.unit}", [reads]),
-            Job("store", f"write states of {op.unit}", [writes]),
+            Job("fetch", f"read states of {op.unit}", self._streamed(op, writes=False)),
+            Job("store", f"write states of {op.unit}", self._streamed(op, writes=True)),
             *self._exchange(op),
         ]
         for job in jobs:
@@ -63,13 +69,13 @@ class Updates:
     def _update_beside(self, op: Op, before: Sequence[Job]) -> Iterator[Instruction]:
         """States are read before gradients are there. One thread does it all, so that the next
         unit's states come when this one is updated."""
-        reads, writes = self._moves(op)
+        reads, writes = (self._streamed(op, writes=writes) for writes in (False, True))
         read = Job(
-            "read states", f"read states of {op.unit}", [reads], (self._last,) if self._last else ()
+            "read states", f"read states of {op.unit}", reads, (self._last,) if self._last else ()
         )
         exchange = self._exchange(op, before)
         update = Job(Lane.UPDATE.value, f"update {op.unit}", self._work(op), (read, *before))
-        write = Job("write states", f"write states of {op.unit}", [writes], (update,))
+        write = Job("write states", f"write states of {op.unit}", writes, (update,))
         for job in (read, *exchange, update, write):
             yield Submit(job)
         self._last = update
@@ -77,24 +83,30 @@ class Updates:
 
     def _exchange(self, op: Op, before: Sequence[Job] = ()) -> list[Job]:
         """Gradients to a host that updates states of a disk, and new parameters back."""
-        out, back = op.crossing
+        if self._optim_tier(op) != "nvme":
+            return []
         stages = {
-            "gradients": self._prices.move("cpu", out, writes=True),
-            "parameters": self._prices.move("cpu", back, writes=False),
+            "gradients": self._stages(op, "cpu", writes=True),
+            "parameters": self._stages(op, "cpu", writes=False),
         }
         return [
-            Job(f"exchange {what}", f"exchange {what} of {op.unit}", [stage], before)
-            for what, stage in stages.items()
-            if stage.seconds
+            Job(f"exchange {what}", f"exchange {what} of {op.unit}", found, before)
+            for what, found in stages.items()
+            if any(stage.seconds for stage in found)
         ]
 
-    def _moves(self, op: Op) -> tuple[Stage, Stage]:
-        """What an update reads from its tier, and what it writes there."""
-        to_host = self._optim_tier(op) != "device"
-        return (
-            self._prices.move(op.tier, op.reads, writes=False, to_host=to_host),
-            self._prices.move(op.tier, op.writes, writes=True, to_host=to_host),
-        )
+    def _streamed(self, op: Op, *, writes: bool) -> Stages:
+        """What an update reads ahead, or writes behind: from a disk to the host, or else from any
+        tier to the device."""
+        tiers = ("nvme",) if self._optim_tier(op) == "nvme" else ("cpu", "nvme")
+        return [stage for tier in tiers for stage in self._stages(op, tier, writes=writes)]
+
+    def _stages(self, op: Op, tier: str, *, writes: bool) -> Stages:
+        """What an update reads from a tier, or writes there."""
+        move = op.on(tier)
+        nbytes, to_host = move.writes if writes else move.reads, self._optim_tier(op) != "device"
+        found = self._prices.move(tier, nbytes, writes=writes, to_host=to_host) if nbytes else None
+        return [found] if found is not None else []
 
     def _work(self, op: Op) -> Stages:
         """The optimizer's own work, and the copy of what is new."""
@@ -102,7 +114,7 @@ class Updates:
         return [update, self._prices.copy(op.copies, "update")] if op.copies else [update]
 
     def _streams(self, op: Op) -> bool:
-        return self._optim_tier(op) != "device" or op.moved_bytes > 0
+        return self._optim_tier(op) != "device" or bool(op.moves)
 
     def _optim_tier(self, op: Op) -> str:
         return self._units[op.unit].plan.optim.tier

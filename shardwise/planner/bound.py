@@ -165,9 +165,10 @@ class Bound:
     def _moves(self, plan: Plan, op: Op) -> Iterator[Stage]:
         """Bytes to and from tiers, as the simulator moves them."""
         to_host = op.kind is Kind.UPDATE and plan.optim.tier != "device"
-        for nbytes, writes in ((op.reads, False), (op.writes, True)):
-            if nbytes and op.tier != "device":
-                yield self._prices.move(op.tier, nbytes, writes=writes, to_host=to_host)
+        for move in op.moves:
+            for nbytes, writes in ((move.reads, False), (move.writes, True)):
+                if nbytes:
+                    yield self._prices.move(move.tier, nbytes, writes=writes, to_host=to_host)
 
 
 def _pass_ops(ops: UnitOps, phase: Phase, *, comes_back: bool) -> Iterator[Op]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwise.core.work import IN_FLIGHT
-from shardwise.plans.ops import Kind, Lane, Op, Place
+from shardwise.plans.ops import Kind, Lane, Move, Op, Place
 from shardwise.plans.plan import Plan
 
 
@@ -68,7 +68,7 @@ class Inputs:
             ops.append(
                 Op(
                     Kind.RELEASE, oldest.unit, source=Place.INPUTS,
-                    tier=self._tier, after=(Kind.SAVE,), call=oldest.index,
+                    after=(Kind.SAVE,), call=oldest.index,
                 )
             )  # fmt: skip
         return InputCall(self._num_calls, unit), ops
@@ -101,7 +101,7 @@ class Inputs:
         return [
             Op(
                 Kind.SAVE, call.unit, Lane.TIER, target=Place.INPUTS,
-                writes=_bytes(new), tier=self._tier, call=call.index,
+                moves=(Move(self._tier, writes=_bytes(new)),), call=call.index,
             )
         ]  # fmt: skip
 
@@ -142,7 +142,7 @@ class Inputs:
         return [
             Op(
                 Kind.LOAD, call.unit, Lane.TIER, source=Place.INPUTS,
-                reads=_bytes(missing), tier=self._tier, call=call.index,
+                moves=(Move(self._tier, reads=_bytes(missing)),), call=call.index,
             )
         ]  # fmt: skip
 

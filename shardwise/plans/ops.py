@@ -139,6 +139,36 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes that a rank moves between memory and a tier.
+
+    Tier ``cpu`` is host memory beside a device: reads go to the device and writes leave it.
+    """
+
+    tier: str
+    reads: int = 0
+    writes: int = 0
+
+
+def moves(*wanted: Move) -> tuple[Move, ...]:
+    """Moves, each tier's together, without empty ones and those of the device.
+
+    >>> moves(Move("nvme", 1), Move("device", 2), Move("nvme", 0, 3), Move("cpu"))
+    (Move(tier='nvme', reads=1, writes=3),)
+    """
+    tiers = dict.fromkeys(move.tier for move in wanted if move.tier != "device")
+    summed = (
+        Move(
+            tier,
+            sum(move.reads for move in wanted if move.tier == tier),
+            sum(move.writes for move in wanted if move.tier == tier),
+        )
+        for tier in tiers
+    )
+    return tuple(move for move in summed if move.reads or move.writes)
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One operation on one unit, with its hops in order."""
 
@@ -148,16 +178,10 @@ class Op:
     source: Place | None = None
     target: Place | None = None
     hops: tuple[Hop, ...] = ()
-    reads: int = 0
-    """Bytes that a rank reads from ``tier``."""
-    writes: int = 0
-    """Bytes that a rank writes to ``tier``."""
+    moves: tuple[Move, ...] = ()
+    """What it reads from tiers and writes to them, at most one entry for each tier."""
     after: tuple[Kind, ...] = ()
     """Earlier operations of the unit of these kinds must be done first."""
-    tier: str = "device"
-    crossing: tuple[int, int] = (0, 0)
-    """For an update on the host with states on a disk: bytes of gradients that come from the
-    device, and of new parameters that go back."""
     copies: int = 0
     """Bytes that are copied or added within memory, without those of hops and codecs."""
     adds: tuple[bool, ...] = ()
@@ -173,7 +197,6 @@ class Op:
     def sent_bytes(self) -> int:
         return sum(hop.sent_bytes for hop in self.hops)
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that a rank moves between memory and a tier, in both directions."""
-        return self.reads + self.writes
+    def on(self, tier: str) -> Move:
+        """What it moves from and to one tier."""
+        return next((move for move in self.moves if move.tier == tier), Move(tier))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardwise.core.layout import UnitSpec
 from shardwise.plans.hops import hops_between
-from shardwise.plans.ops import Kind, Lane, Op, Place
+from shardwise.plans.ops import Kind, Lane, Move, Op, Place
 from shardwise.plans.placed import Placed, climbing
 from shardwise.plans.plan import Plan, Rungs
 from shardwise.plans.sums import Holds, ready_ops
@@ -121,8 +121,8 @@ class UnitOps(Placed):
             # If the tier has P in full there is no hop: it is read into the full buffer.
             target = Place.FULL if rung == 0 else Place.SHARD
             yield self.op(
-                Kind.FETCH, Lane.TIER, Place.SHARD, target, reads=own,
-                tier=plan.params.tier, after=(Kind.REFRESH,),
+                Kind.FETCH, Lane.TIER, Place.SHARD, target,
+                moves=(Move(plan.params.tier, reads=own),), after=(Kind.REFRESH,),
             )  # fmt: skip
         if rung > 0:
             sizes = self.sizes(self.unit.flats, "compute")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from shardwise.core.layout import FlatSpec
-from shardwise.plans.ops import Kind, Lane, Op, Place
+from shardwise.plans.ops import Kind, Lane, Move, Op, Place, moves
 from shardwise.plans.placed import Placed, climbing
 
 Holds = tuple[bool, ...]
@@ -33,12 +33,12 @@ def _hold(unit: Placed, held: Holds) -> Iterable[Op]:
         Kind.REDUCE, Lane.REDUCE, Place.GRADS, Place.HELD, hops=hops, adds=held,
         # Hops write into the held gradients; adding also reads these.
         copies=(0 if hops else rests) + adding // 2,
-        reads=adding if away else 0, tier=tier, after=(Kind.COLLECT,),
+        moves=moves(Move(tier, reads=adding)), after=(Kind.COLLECT,),
     )  # fmt: skip
     if away:
         yield unit.op(
-            Kind.STORE, Lane.REDUCE, Place.HELD, Place.HELD, writes=rests,
-            tier=tier, after=(Kind.REDUCE,),
+            Kind.STORE, Lane.REDUCE, Place.HELD, Place.HELD,
+            moves=moves(Move(tier, writes=rests)), after=(Kind.REDUCE,),
         )  # fmt: skip
 
 
@@ -62,8 +62,8 @@ def _sum(unit: Placed, held: Holds, summed: Holds) -> Iterable[Op]:
         Kind.REDUCE, Lane.REDUCE, Place.GRADS, Place.SUMS, hops=hops, adds=summed, joins=joins,
         # The sum with the held gradients is copied back to the buffer that it travels from.
         copies=adding // 2 + joining // 2 + joining + (0 if inner else joining),
-        reads=joining + adding if away else 0, writes=rests if in_pieces else 0,
-        tier=tier, after=(Kind.COLLECT,), overlaps=overlaps,
+        moves=moves(Move(tier, joining + adding, rests if in_pieces else 0)),
+        after=(Kind.COLLECT,), overlaps=overlaps,
     )  # fmt: skip
     if replicates:
         yield unit.op(
@@ -73,7 +73,7 @@ def _sum(unit: Placed, held: Holds, summed: Holds) -> Iterable[Op]:
     if away and not in_pieces:
         yield unit.op(
             Kind.STORE, Lane.OUTER if overlaps else Lane.REDUCE, Place.SUMS, Place.SUMS,
-            writes=rests, tier=tier, after=(Kind.REDUCE, Kind.REPLICATE),
+            moves=moves(Move(tier, writes=rests)), after=(Kind.REDUCE, Kind.REPLICATE),
         )  # fmt: skip
 
 

@@ -97,7 +97,12 @@ def test_every_byte_of_an_operation_has_a_price(change, method, kind, field, spa
 
     def grow(op: Op) -> Op:
         grows = op.kind is kind and op.unit == "blocks.1"
-        return replace(op, **{field: 500 * getattr(op, field)}) if grows else op
+        if not grows:
+            return op
+        if field == "copies":
+            return replace(op, copies=500 * op.copies)
+        grown = tuple(replace(m, **{field: 500 * getattr(m, field)}) for m in op.moves)
+        return replace(op, moves=grown)
 
     change(method, grow)
     after = step(plan, on)

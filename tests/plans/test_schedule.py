@@ -13,7 +13,7 @@ from shardwise.core.layout import ModelSpec, ParamSpec, lay_out
 from shardwise.core.topology import Level, Topology
 from shardwise.plans import presets
 from shardwise.plans.expected import Event, Training, schedule
-from shardwise.plans.ops import Kind, Op, Phase, Place, Trigger
+from shardwise.plans.ops import Kind, Move, Op, Phase, Place, Trigger
 from shardwise.plans.order import REDUCTIONS_IN_FLIGHT
 from shardwise.plans.plan import Plan, Precision, resolve
 from shardwise.plans.presets import PRESETS
@@ -418,19 +418,20 @@ def test_hops_conserve_bytes_for_every_legal_plan(numels: list[int], plan: Plan)
 
 
 @pytest.mark.parametrize(
-    ("tiers", "disk", "crossing"),
+    ("tiers", "disk", "host"),
     [
         # In mixed precision an element has 2 states and a master of 4 bytes; G 4, P 2 bytes.
-        (("device", "device", "nvme"), (12, 12), (4, 2)),
-        (("device", "cpu", "nvme"), (12, 12), (0, 2)),  # gradients are in host memory already
+        (("device", "device", "nvme"), (12, 12), (2, 4)),
+        (("device", "cpu", "nvme"), (12, 12), (2, 0)),  # gradients are in host memory already
         (("cpu", "cpu", "nvme"), (12, 12), (0, 0)),
-        (("device", "nvme", "nvme"), (16, 12), (0, 2)),
+        (("device", "nvme", "nvme"), (16, 12), (2, 0)),
         (("nvme", "nvme", "nvme"), (16, 14), (0, 0)),
-        (("device", "device", "cpu"), (2, 4), (0, 0)),  # to and from host memory instead
+        (("device", "device", "cpu"), (0, 0), (2, 4)),
+        (("nvme", "nvme", "cpu"), (4, 2), (0, 0)),
     ],
 )
 def test_an_update_moves_each_state_from_its_own_tier(
-    tiers: tuple[str, str, str], disk: tuple[int, int], crossing: tuple[int, int]
+    tiers: tuple[str, str, str], disk: tuple[int, int], host: tuple[int, int]
 ) -> None:
     precision = Precision(compute="bfloat16", reduce="bfloat16", master="float32")
     plan = presets.zero3(precision=precision)
@@ -442,8 +443,25 @@ def test_an_update_moves_each_state_from_its_own_tier(
     events = schedule(replace(plan, **states), model, GRID)
     (op,) = [op for op in events[-1].ops if op.kind is Kind.UPDATE and op.unit == "u.1"]
     own = 4096 // GRID.world
-    assert (op.reads, op.writes) == (disk[0] * own, disk[1] * own)
-    assert op.crossing == (crossing[0] * own, crossing[1] * own)
+    moved = {move.tier: (move.reads // own, move.writes // own) for move in op.moves}
+    assert moved == {tier: both for tier, both in (("nvme", disk), ("cpu", host)) if any(both)}
+
+
+def test_a_refresh_reads_the_master_from_its_own_tier() -> None:
+    plan = presets.amsp()
+    plan = replace(
+        plan,
+        params=replace(plan.params, tier="nvme"),
+        optim=replace(plan.optim, tier="cpu", wire="int4/delta"),
+    )
+    model = model_of([0, 4096], GRID.world)
+    (op,) = [
+        op
+        for op in schedule(plan, model, GRID)[-1].ops
+        if op.kind is Kind.REFRESH and op.unit == "u.1"
+    ]
+    shard, own = 4 * 4096 // GRID.factor("node"), 4 * 4096 // GRID.world
+    assert op.moves == (Move("nvme", reads=shard, writes=shard), Move("cpu", reads=own))
 
 
 @pytest.mark.parametrize(("trained", "reached"), [(0, 3), (1, 3), (2, 2), (3, 1)])

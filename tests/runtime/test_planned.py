@@ -53,7 +53,8 @@ class LastTrained(TinyGPT):
 
 def planned(op: Op) -> Row:
     hops = tuple((hop.level, hop.sent_bytes) for hop in op.hops)
-    return op.kind.value, op.unit, hops, op.reads, op.writes
+    disk = op.on("nvme")
+    return op.kind.value, op.unit, hops, disk.reads, disk.writes
 
 
 def measured(done: Done) -> Row:
@@ -289,7 +290,9 @@ def check_optimizers(path: str) -> None:
         run.optimizer.step()
         runtime_of(run.model).homes.settle()
         assert [measured(done) for done in run.done] == [planned(done.op) for done in run.done]
-        words[momentum] = sum(done.op.reads for done in run.done if done.op.kind is Kind.UPDATE)
+        words[momentum] = sum(
+            done.op.on("nvme").reads for done in run.done if done.op.kind is Kind.UPDATE
+        )
         sw.unshard(run.model)
     assert words[0.9] * 2 == words[0.0] * 3  # gradients and parameters, with momentum one more
 
