@@ -116,13 +116,13 @@ class _Ours:
         for index in range(self._num_windows):
             if not free:
                 buffer, ticket = moving.popleft()
-                ticket.wait()
+                ticket.block_host()
                 free.append(buffer)
             buffer = free.pop()
             reads = job == "read" or (job == "mixed" and index % (READS + WRITES) % 2 == 0)
             moving.append((buffer, self._move(reads, buffer, self._record, index)))
         for _, ticket in moving:
-            ticket.wait()
+            ticket.block_host()
         return self._num_windows * self._window / (time.perf_counter() - begin)
 
     def _move(self, reads: bool, buffer: torch.Tensor, record: Record, index: int) -> Ticket:

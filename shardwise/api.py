@@ -19,6 +19,8 @@ from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
 from shardwise.core.errors import UsageError
 from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
+from shardwise.device.abilities import separate_memory
+from shardwise.device.choice import Asked
 from shardwise.model.units import find_units, spec_of
 from shardwise.plans.auto import Auto
 from shardwise.plans.file import load_plan
@@ -30,6 +32,7 @@ from shardwise.runtime.optimizer.kinds import check_elementwise
 from shardwise.runtime.optimizer.takeover import OptimizerTakeover, watch
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import access, norms
+from shardwise.runtime.target import say_target, target_device
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -47,6 +50,7 @@ def shard(
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
     timeout_s: float = ...,
+    device: Asked = ...,
 ) -> AnyModule: ...
 
 
@@ -59,6 +63,7 @@ def shard(
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
     timeout_s: float = ...,
+    device: Asked = ...,
 ) -> tuple[AnyModule, AnyOptimizer]: ...
 
 
@@ -70,6 +75,7 @@ def shard(
     levels: str | Topology | None = None,
     elementwise: bool = False,
     timeout_s: float = DEFAULT_LIMIT_S,
+    device: Asked = None,
 ) -> AnyModule | tuple[AnyModule, AnyOptimizer]:
     """Shards a model (and its optimizer) in place over all ranks; collective.
 
@@ -85,6 +91,8 @@ def shard(
       on its own.
     - ``timeout_s``: a rank that waits longer than this for another raises a SyncError that names
       the unit and the ranks.
+    - ``device``: where the model trains; by default the accelerator that it is on, else the
+      accelerator of this rank (LOCAL_RANK), to which it moves, else the CPU.
 
     >>> import torch, shardwise as sw
     >>> model = torch.nn.Linear(4, 4)
@@ -100,9 +108,9 @@ def shard(
     if plan == "auto":
         plan = Auto()
     if isinstance(plan, Auto):
-        candidate = auto.choose(model, plan, levels=levels)
+        candidate = auto.choose(model, plan, levels=levels, device=device)
         plan = candidate.plan
-    runtime = _build(model, load_plan(plan), levels, timeout_s)
+    runtime = _build(model, load_plan(plan), levels, timeout_s, target_device(model, device))
     _install(runtime, optimizer, elementwise)
     if candidate is not None:
         auto.compare_soon(runtime, candidate)
@@ -124,17 +132,21 @@ def _require_unsharded(model: nn.Module) -> None:
 
 
 def _build(
-    model: nn.Module, plan: Plan, levels: str | Topology | None, timeout_s: float
+    model: nn.Module,
+    plan: Plan,
+    levels: str | Topology | None,
+    timeout_s: float,
+    device: torch.device,
 ) -> Runtime:
     """Checks the plan on this grid and moves the model's values into shards; collective."""
-    device = build.target_device(model)
-    if device.type == "cpu":
+    if not separate_memory(device):
         plan = plan.without_accelerator()
     place = find_place(levels, device)
     members = find_units(model, plan, place.topology)
     spec = spec_of(members, place.world)
     check(plan, place.topology, spec)
     grid = Grid.build(place, device, timeout_s)
+    say_target(model, device)
     return build.build_runtime(model, plan, grid, members, spec)
 
 
@@ -370,21 +382,11 @@ def stats(model: nn.Module) -> dict[str, Any]:
     """This rank's counters of communication beyond the plan, memory of buffers, and kinds of links.
 
     The counters are zero while ranks and passes agree. ``links`` says for each level whether its
-    ranks read each other's memory, send messages, or use NCCL.
+    ranks read each other's memory, send messages, or use the device's collectives.
 
     >>> import torch, shardwise as sw
     >>> model = sw.shard(torch.nn.Linear(4, 2))
     >>> sw.stats(model)["extra_gathers"]
     0
     """
-    runtime = runtime_of(model)
-    counters = runtime.counters
-    return {
-        "extra_gathers": counters.extra_gathers,
-        "skipped_gathers": counters.skipped_gathers,
-        "late_reduces": counters.late_reduces,
-        "param_buffers_peak_bytes": runtime.pools.params.peak_bytes,
-        "grad_buffers_peak_bytes": runtime.pools.grads.peak_bytes,
-        "wire_buffers_bytes": runtime.carriers.held_bytes,
-        "links": runtime.grid.link_kinds,
-    }
+    return runtime_of(model).stats()

@@ -14,6 +14,7 @@ from shardwise.comm.grid import find_place
 from shardwise.core.errors import UsageError
 from shardwise.core.sizes import format_bytes
 from shardwise.core.topology import Topology
+from shardwise.device.choice import Asked
 from shardwise.model.facts import facts_of_module, main_dtype
 from shardwise.planner.choices import wires
 from shardwise.planner.request import Candidate, Request, lacks
@@ -24,15 +25,20 @@ from shardwise.plans.auto import Auto
 from shardwise.plans.ops import Kind
 from shardwise.plans.plan import Plan
 from shardwise.probing.cache import cached_probe
-from shardwise.probing.probe import probed_device
 from shardwise.probing.progress import shown
 from shardwise.probing.scope import DTYPES
 from shardwise.runtime.execute import Done
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.target import target_device
 
 
 def choose(
-    model: nn.Module, asked: Auto, *, levels: str | Topology | None = None, quick: bool = False
+    model: nn.Module,
+    asked: Auto,
+    *,
+    levels: str | Topology | None = None,
+    quick: bool = False,
+    device: Asked = None,
 ) -> Candidate:
     """The fastest plan that fits, with what is predicted for it; collective, equal on all ranks.
 
@@ -53,11 +59,12 @@ def choose(
     facts = facts_of_module(model, asked.run)
     # Raises what makes planning impossible before a minute is spent on probing.
     facts.work(asked.micro_batch, seq, Plan())
-    place = find_place(levels, probed_device())
+    used = target_device(model, device)
+    place = find_place(levels, used)
     path = os.fspath(asked.path)
     with shown(place.rank == 0) as progress:
         cluster = cached_probe(
-            levels, dtype=dtype, path=path or None, progress=progress, quick=quick
+            levels, dtype=dtype, path=path or None, progress=progress, quick=quick, device=used
         )
     request = Request(
         facts=facts,

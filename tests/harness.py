@@ -38,16 +38,33 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
+Prepare = Callable[[int, int], dict[str, Any]]
+"""Called on each rank before anything else, with its rank and the world: loads what the rank needs,
+and returns what ``init_process_group`` gets besides rank and world."""
+
+
+def gloo_ranks(rank: int, world: int) -> dict[str, Any]:
+    return {"backend": "gloo"}
+
+
+def _serve(rank: int, world: int, port: int, pipe: Any, prepare: Prepare) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
     )
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        dist.init_process_group(rank=rank, world_size=world, **prepare(rank, world))
+    except BaseException as error:  # sent to the test
+        pipe.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
+        os._exit(1)
     pipe.send(("ready", None))
     while (job := pipe.recv()) is not None:
         function, args, kwargs = job
@@ -60,10 +77,11 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
 
 class Workers:
-    """A pool of ranks."""
+    """A pool of ranks; ``prepare`` makes them more than gloo processes."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, prepare: Prepare = gloo_ranks) -> None:
         self.world = world
+        self._prepare = prepare
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
 
@@ -74,14 +92,17 @@ class Workers:
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world, port, there), daemon=True
+                target=_serve, args=(rank, self.world, port, there, self._prepare), daemon=True
             )
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
         for rank in range(self.world):
-            self._receive(rank, time.monotonic() + LIMIT_S)
+            outcome, what = self._receive(rank, time.monotonic() + LIMIT_S)
+            if outcome == "error":
+                self.stop()
+                raise WorkerError(f"rank {rank} did not start:\n{what[2]}")
 
     def run(
         self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S, **kwargs: Any

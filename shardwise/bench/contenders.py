@@ -70,9 +70,9 @@ def _build_plan(name: str, setting: Setting) -> Contender:
     with sw.deferred_init() if setting.deferred else contextlib.nullcontext():
         model = _model(setting)
     optimizer = _adamw(model)
-    sw.shard(model, optimizer, plan=plan_of(name, setting), levels=setting.levels)
+    sw.shard(model, optimizer, plan=plan_of(name, setting), levels=setting.levels, device="cpu")
     grid = runtime_of(model).grid
-    return Contender(name, _plain_step(model, optimizer), grid.drain, grid.close)
+    return Contender(name, _plain_step(model, optimizer), grid.block_host_until_idle, grid.close)
 
 
 def _build_ddp(name: str, setting: Setting) -> Contender:

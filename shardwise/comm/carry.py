@@ -212,7 +212,7 @@ class Carrier:
         """
         if not any(flat.format(leg.hop) for leg in legs):
             if outer is not None:
-                outer.last.wait()  # another flat's last leg may still use that link
+                outer.last.order_stream()  # another flat's last leg may still use that link
             self._descend_raw(flat, source, top, legs, out, scale=scale, add=add)
             if outer is not None:
                 finish(legs)
@@ -315,7 +315,7 @@ class Outer:
     def turn(self) -> int:
         """The index of the next of two chunk buffers; waits until it is free."""
         self._turn = 1 - self._turn
-        self._busy[self._turn].wait()
+        self._busy[self._turn].order_stream()
         return self._turn
 
     def run(self, work: Callable[[Carrier], None], name: str) -> None:

@@ -14,6 +14,9 @@ from shardwise.comm.link import CollectiveLink, Labels, Link, PeerLink
 from shardwise.comm.local import LocalLink, readable
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.topology import Level, Step, Topology
+from shardwise.device import streams
+from shardwise.device.abilities import separate_memory
+from shardwise.device.choice import collective_backend, process_group_options
 
 DEFAULT_LIMIT_S = 600.0
 """How long a rank waits for another before it raises an error."""
@@ -46,6 +49,8 @@ class Grid:
     limit_s: float
     _links: dict[tuple[str, Step], Link] = field(default_factory=dict)
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _everyone: dist.ProcessGroup | None = None
+    """For broadcasts; made by the first."""
 
     @classmethod
     def build(cls, place: Place, device: torch.device, limit_s: float) -> "Grid":
@@ -70,7 +75,7 @@ class Grid:
         for step in sorted(set(steps), key=lambda s: (s.stride, s.size)):
             ranks = step.group(self.place.rank)
             group = self._new_group(step)
-            local = self.device.type == "cpu" and readable(group, ranks, self.place.rank)
+            local = not separate_memory(self.device) and readable(group, ranks, self.place.rank)
             lanes = ("gather", "reduce", "outer") if step in last else ("gather", "reduce")
             for lane in lanes:
                 if not local and lane != "gather":
@@ -89,10 +94,25 @@ class Grid:
     def link(self, lane: str, step: Step) -> Link:
         return self._links[lane, step]
 
-    def drain(self) -> None:
-        """Wait until no gathers and refreshes are in flight."""
-        self.gathers.drain()
-        self.outer.drain()
+    def order_after_transfers(self) -> None:
+        """What the caller enqueues next comes after all gathers and refreshes."""
+        for ticket in (self.gathers.so_far(), self.outer.so_far()):
+            ticket.order_stream()
+
+    def block_host_until_idle(self) -> None:
+        """The host waits until no gather or refresh, and nothing that the caller enqueued before,
+        uses memory: the host may then write values that rest in its own."""
+        self.order_after_transfers()
+        streams.block_host_until(streams.mark(self.device))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with that of rank 0; on the device through its backend."""
+        if not separate_memory(tensor.device):
+            self.control.broadcast(tensor)
+        elif self.place.world > 1:
+            if self._everyone is None:
+                self._everyone = self._group_of(range(self.place.world))
+            dist.broadcast(tensor, src=0, group=self._everyone)
 
     def end_lanes(self) -> None:
         """End the threads of a model that is no longer referenced."""
@@ -112,7 +132,7 @@ class Grid:
 
     def _make_link(self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, local: bool) -> Link:
         rank = self.place.rank
-        if self.device.type == "cuda":
+        if separate_memory(self.device):
             return CollectiveLink(group, ranks, rank)
         kind = LocalLink if local else PeerLink
         return kind(group, ranks, rank, self.labels, self.limit_s)
@@ -122,16 +142,19 @@ class Grid:
         a group made by its members alone would reuse the name of a destroyed one."""
         mine: dist.ProcessGroup | None = None
         for ranks in sorted({step.group(rank) for rank in range(self.place.world)}):
-            group = dist.new_group(
-                list(ranks),
-                backend="nccl" if self.device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=self.limit_s),
-            )
+            group = self._group_of(ranks)
             if self.place.rank in ranks:
                 mine = group
         assert mine is not None
-        self._groups.append(mine)
         return mine
+
+    def _group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        members, limit = list(ranks), timedelta(seconds=self.limit_s)
+        backend = collective_backend(self.device)
+        group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=limit)
+        if self.place.rank in members:
+            self._groups.append(group)
+        return group
 
 
 def find_place(levels: str | Topology | None, device: torch.device) -> Place:
@@ -141,7 +164,7 @@ def find_place(levels: str | Topology | None, device: torch.device) -> Place:
     torchrun: ranks per node, and nodes.
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend="cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+        dist.init_process_group(**process_group_options(device))
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     if levels is None:

@@ -1,7 +1,8 @@
 """Lanes: ordered queues that run transfers beside compute.
 
-On CPU a lane is a thread, on CUDA a stream. Work on a lane runs in the order of submission, which
-is the same on every rank, so collectives match.
+On CPU a lane is a thread, on a device with streams a stream. Work on a lane runs in the order of
+submission, which is the same on every rank, so collectives match. A host lane is a thread beside a
+device, for work of the host: it has a stream of its own for copies.
 """
 
 import queue
@@ -13,7 +14,9 @@ from typing import Protocol
 import torch
 
 from shardwise.core.meter import THREAD, Meter, counting
-from shardwise.core.ticket import DONE, Ticket
+from shardwise.core.ticket import Ticket
+from shardwise.device import streams
+from shardwise.device.abilities import has_streams
 
 
 class Lane(Protocol):
@@ -22,8 +25,8 @@ class Lane(Protocol):
     def submit(self, work: Callable[["Early"], None]) -> Ticket:
         """Queue ``work``; it may call its argument once its result can be used."""
 
-    def drain(self) -> None:
-        """Wait for everything submitted so far, including work after an early result."""
+    def so_far(self) -> Ticket:
+        """A ticket for everything submitted so far, including work after an early result."""
 
     def close(self) -> None:
         """End the lane after the work already submitted."""
@@ -42,10 +45,12 @@ class _ThreadTicket:
             self._error = error
             self._done.set()
 
-    def wait(self) -> None:
+    def block_host(self) -> None:
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+    order_stream = block_host  # on CPU the calling thread is the stream
 
 
 _Queued = tuple[Callable[[Early], None], _ThreadTicket, Meter | None]
@@ -65,8 +70,8 @@ class ThreadLane:
         self._queue.put((work, ticket, THREAD.meter))
         return ticket
 
-    def drain(self) -> None:
-        self.submit(lambda _: None).wait()
+    def so_far(self) -> Ticket:
+        return self.submit(lambda _: None)
 
     def close(self) -> None:
         self._queue.put(None)
@@ -90,29 +95,33 @@ class ThreadLane:
 
 
 class _StreamTicket:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    """For work that is enqueued on a stream."""
 
-    def wait(self) -> None:
-        self._event.wait()
+    def __init__(self, done: streams.Mark) -> None:
+        self._done = done
+
+    def order_stream(self) -> None:
+        streams.order_after(self._done)
+
+    def block_host(self) -> None:
+        streams.block_host_until(self._done)
 
 
 class StreamLane:
-    """A lane on CUDA: one stream; work is enqueued immediately and ordered by events."""
+    """A lane on a device: one stream; work is enqueued immediately and ordered by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, streams.side_stream(device)
 
     def submit(self, work: Callable[[Early], None]) -> Ticket:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        begun = streams.mark(self._device)
+        with streams.on_stream(self._stream), torch.no_grad():
+            streams.order_after(begun)
             work(lambda: None)
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return _StreamTicket(event)
+        return self.so_far()
 
-    def drain(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+    def so_far(self) -> Ticket:
+        return _StreamTicket(streams.mark(self._device, self._stream))
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -121,76 +130,81 @@ class StreamLane:
 class InlineLane:
     """A lane for a single rank: nothing travels, so work runs when it is submitted."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def submit(self, work: Callable[[Early], None]) -> Ticket:
         with torch.no_grad():
             work(lambda: None)
-        return DONE
+        return self.so_far()
 
-    def drain(self) -> None:
-        pass
+    def so_far(self) -> Ticket:
+        return _StreamTicket(streams.mark(self._device))
 
     def close(self) -> None:
         pass
 
 
-class _Future:
-    def __init__(self, future: "Future[None]") -> None:
+class _HostTicket:
+    """For work of a host lane, and for the copies that it enqueued on its stream."""
+
+    def __init__(self, future: "Future[streams.Mark]") -> None:
         self._future = future
 
-    def wait(self) -> None:
-        self._future.result()
+    def order_stream(self) -> None:
+        streams.order_after(self._future.result())
+
+    def block_host(self) -> None:
+        streams.block_host_until(self._future.result())
 
 
 class HostLane:
-    """The thread for the host's work beside backward.
+    """A thread for work of the host beside compute: disks, updates, copies from and to a device.
 
-    There is one for all models and optimizers of a process, because these may share parameters and
-    groups. A failure affects only the work that failed. On CUDA it has its own stream.
+    The submitting thread never waits. Work begins on the lane's own stream, after everything that
+    was enqueued on the submitter's, and a ticket is for what it enqueued as well. Before the host
+    itself touches memory that a device uses, work must call ``block_host`` on a ticket or a mark.
+
+    A failure affects only the work that failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "host") -> None:
+        self._name = name
         self._pool: ThreadPoolExecutor | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def submit(self, work: Callable[[], None], device: torch.device) -> Ticket:
-        """Queue work that runs after everything enqueued on the caller's stream."""
+        """Queue work; ``device`` is the one whose values it moves."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "shardwise-host")
-        if device.type != "cuda":
-            return _Future(self._pool.submit(self._run, work, THREAD.meter))
-        index = torch.cuda.current_device() if device.index is None else device.index
-        begun = torch.cuda.Event()
-        begun.record(torch.cuda.current_stream(index))
-        return _Future(self._pool.submit(self._run_on_cuda, work, THREAD.meter, index, begun))
+            self._pool = ThreadPoolExecutor(1, f"shardwise-{self._name}")
+        begun = streams.mark(device)
+        return _HostTicket(self._pool.submit(self._run, work, THREAD.meter, device, begun))
 
-    def _run(self, work: Callable[[], None], meter: Meter | None) -> None:
+    def _run(
+        self,
+        work: Callable[[], None],
+        meter: Meter | None,
+        device: torch.device,
+        begun: streams.Mark,
+    ) -> streams.Mark:
         with torch.no_grad(), counting(meter):
-            work()
-
-    def _run_on_cuda(
-        self, work: Callable[[], None], meter: Meter | None, index: int, begun: torch.cuda.Event
-    ) -> None:
-        with torch.cuda.device(index):
-            if index not in self._streams:
-                self._streams[index] = torch.cuda.Stream(index)
-            with torch.cuda.stream(stream := self._streams[index]):
-                begun.wait()
-                self._run(work, meter)
-                stream.synchronize()
+            if begun is None:
+                work()
+                return None
+            if device not in self._streams:
+                self._streams[device] = streams.side_stream(device)
+            with streams.on_stream(self._streams[device]):
+                streams.order_after(begun)
+                work()
+                return streams.mark(device)
 
 
 HOST = HostLane()
-
-
-def wait_on_host(ticket: Ticket, device: torch.device) -> None:
-    """Wait for work whose results the host reads: on CUDA a ticket only orders a stream."""
-    ticket.wait()
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
+"""One for all models and optimizers of a process, because these may share parameters and groups."""
 
 
 def make_lane(name: str, device: torch.device, world: int) -> Lane:
     """A lane for the device."""
     if world == 1:
-        return InlineLane()
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
+        return InlineLane(device)
+    return StreamLane(device) if has_streams(device) else ThreadLane(name)

@@ -155,7 +155,7 @@ class Device:
 
     name: str
     kind: str
-    """``cuda`` or ``cpu``; the memory of the latter is the host's."""
+    """``cpu``, whose memory is the host's, or torch's name of an accelerator."""
     memory_bytes: int
     """Memory per rank."""
     forward: Mapping[str, Curve]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -52,7 +52,8 @@ class DeviceTable(_Table):
     """``[device]``: rates (``flops``, ``memory_bandwidth``), or measured curves, or both."""
 
     name: str
-    kind: Literal["cuda", "cpu"]
+    kind: Annotated[str, Field(min_length=1)]
+    """``cpu``, whose memory is the host's, or torch's name of an accelerator."""
     memory: int | str
     flops: dict[str, Rate] = {}
     """By dtype: operations per second that a transformer reaches without communication."""

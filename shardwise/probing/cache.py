@@ -23,14 +23,17 @@ from shardwise.comm.grid import DEFAULT_LIMIT_S, Place, find_place
 from shardwise.core.cluster import Cluster, ClusterError
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster, parse_cluster
-from shardwise.probing.probe import Progress, device_name, probe, probed_device
+from shardwise.device.abilities import device_name
+from shardwise.device.choice import Asked, local_device, make_current
+from shardwise.probing.probe import Progress, probe
 from shardwise.probing.recheck import recheck
 from shardwise.probing.scope import check_dtype
 
 _log = logging.getLogger("shardwise")
 FORM = 3
 """Version of what a probe measures, and how: probes of other versions are not used."""
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_INTERFACE = "_SOCKET_IFNAME"
+"""How the names end of variables that choose an interface, one for each backend."""
 
 
 def cached_probe(
@@ -40,11 +43,13 @@ def cached_probe(
     path: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     quick: bool = False,
+    device: Asked = None,
 ) -> Cluster:
     """The stored probe of this cluster, otherwise a new one, which is stored; collective."""
     check_dtype(dtype)
-    file = _file(levels, dtype, path, quick)
-    place = find_place(levels, probed_device())
+    used = make_current(local_device(device))
+    place = find_place(levels, used)
+    file = _file(place, used, dtype, path, quick)
     control = Control(place.world, place.rank, DEFAULT_LIMIT_S)
     try:
         stored = _read(file) if place.rank == 0 else None
@@ -52,12 +57,14 @@ def cached_probe(
     finally:
         control.close()
     if text is not None:
-        now, changed = recheck(parse_cluster(str(text), origin=str(file)), place, path)
+        now, changed = recheck(parse_cluster(str(text), origin=str(file)), place, used, path)
         if not changed:
             return now
         if place.rank == 0:
             _log.warning("%s", _sentence(changed))
-    return fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)[0]
+    return fresh_probe(levels, dtype=dtype, path=path, progress=progress, quick=quick, device=used)[
+        0
+    ]
 
 
 def _sentence(changed: dict[str, float]) -> str:
@@ -76,11 +83,13 @@ def fresh_probe(
     path: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     quick: bool = False,
+    device: Asked = None,
 ) -> tuple[Cluster, Path | None]:
     """A new probe, which replaces a stored one, and the path of its file; collective."""
     check_dtype(dtype)
-    file = _file(levels, dtype, path, quick)
-    cluster = probe(levels, dtype=dtype, path=path, progress=progress, quick=quick)
+    used = make_current(local_device(device))
+    file = _file(find_place(levels, used), used, dtype, path, quick)
+    cluster = probe(levels, dtype=dtype, path=path, progress=progress, quick=quick, device=used)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     stored = _write(file, dump_cluster(cluster)) if is_first else False
     return cluster, file if stored else None
@@ -103,11 +112,13 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 def _file(
-    levels: str | Topology | None, dtype: str, path: str | os.PathLike[str] | None, quick: bool
+    place: Place,
+    device: torch.device,
+    dtype: str,
+    path: str | os.PathLike[str] | None,
+    quick: bool,
 ) -> Path:
     """The file of the stored probe; collective."""
-    device = probed_device()
-    place = find_place(levels, device)
     facts = {
         "ranks": _ranks(place, device),
         "levels": str(place.topology),
@@ -122,14 +133,14 @@ def _file(
 
 def _ranks(place: Place, device: torch.device) -> list[Any]:
     """The hardware and software of each rank."""
-    named = [os.environ.get(name) for name in _INTERFACES]
+    named = [value for name, value in sorted(os.environ.items()) if name.endswith(_INTERFACE)]
     mine = {
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
         "device": device_name(device),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "threads": torch.get_num_threads(),
         # Loopback joins ranks of one host, as happens without a named interface.
-        "interfaces": [name for name in named if name not in (None, "lo")],
+        "interfaces": [name for name in named if name not in ("", "lo")],
     }
     ranks: list[Any] = [mine] * place.world
     if place.world > 1:

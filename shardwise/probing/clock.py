@@ -9,6 +9,7 @@ import torch
 
 from shardwise.comm.control import Control
 from shardwise.core.cluster import Curve
+from shardwise.device.streams import synchronize
 from shardwise.probing.scope import Effort, Scope
 
 _LONG_S = 0.25
@@ -29,8 +30,7 @@ class Clock:
 
     def now(self) -> float:
         """The time when all work submitted to the device is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     def slowest(self, values: Sequence[float]) -> list[float]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.core.cluster import Curve
+from shardwise.device.abilities import separate_memory, supports_bfloat16
 from shardwise.model.gpt import Block, GPTConfig
 from shardwise.probing.clock import Clock, Lap, Points, curve
 from shardwise.probing.matmul import has_bfloat16
@@ -101,8 +102,8 @@ def _lap(clock: Clock, passes: Passes) -> Lap:
 def measured_dtypes(dtype: str, device: torch.device) -> tuple[str, ...]:
     """Dtypes that training may use here: float32, the requested one, bfloat16 if it works."""
     wanted = {"float32", dtype}
-    if device.type == "cuda":
-        wanted |= {"bfloat16"} if torch.cuda.is_bf16_supported() else set()
+    if separate_memory(device):
+        wanted |= {"bfloat16"} if supports_bfloat16(device) else set()
     elif has_bfloat16():
         if _survives_bfloat16():
             wanted.add("bfloat16")

@@ -47,8 +47,8 @@ def measure_disk(
     store = NvmeStore(str(path), rank=control.rank)
     try:
         record = store.reserve(nbytes, "a probe")
-        write_s = clock.seconds(lambda: store.put(record, buffer).wait())
-        read_s = clock.seconds(lambda: store.get(record, buffer).wait())
+        write_s = clock.seconds(lambda: store.put(record, buffer).block_host())
+        read_s = clock.seconds(lambda: store.get(record, buffer).block_host())
     finally:
         store.close()
     return Disk(

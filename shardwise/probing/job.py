@@ -16,13 +16,14 @@ def work(
 ) -> str:
     """For ranks of a benchmark: the cluster as TOML, neither shown nor stored.
 
-    With ``in_float32`` bfloat16 products are computed in float32, as in the benchmark.
+    With ``in_float32`` bfloat16 products are computed in float32, as in the benchmark. Emulated
+    nodes share one machine, so that benchmarks use its CPU.
     """
     if in_float32:
         from shardwise.probing.matmul import compute_in_float32
 
         compute_in_float32()
-    return dump_cluster(probe(levels, dtype=dtype, path=path, quick=quick))
+    return dump_cluster(probe(levels, dtype=dtype, path=path, quick=quick, device="cpu"))
 
 
 def command(

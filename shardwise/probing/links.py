@@ -17,6 +17,8 @@ from shardwise.core.cluster import Curve, LinkSpec
 from shardwise.core.ticket import Ticket
 from shardwise.core.topology import Step
 from shardwise.core.wire import Format
+from shardwise.device import streams
+from shardwise.device.abilities import separate_memory
 from shardwise.probing.clock import Clock
 from shardwise.probing.scope import Effort, Scope, fitting
 from shardwise.wire.codec import make_codec
@@ -24,7 +26,7 @@ from shardwise.wire.codec import make_codec
 _GATHER, _REDUCE = 1, 2
 _ALIGN_BYTES = 64
 _ROUNDS = 3
-_SIDE = {"cpu": 256, "cuda": 4096}
+_SIDE, _SIDE_ON_HOST = 4096, 256
 """Size of the matrices whose products are timed beside hops: one product fills a device."""
 
 Hop = Callable[[], None]
@@ -113,7 +115,7 @@ class _Hops:
 
         def lap(count: int) -> tuple[float]:
             begin = clock.now()
-            lane.submit(lambda _: _repeat([hop], count)).wait()
+            lane.submit(lambda _: _repeat([hop], count)).block_host()
             return ((clock.now() - begin) / count,)
 
         really_sent = self.piece_bytes(sent) * (self._step.size - 1)
@@ -135,7 +137,7 @@ def _busy(
     """The share of the compute resource that hops take while they run; see LinkSpec.busy."""
     both = (hops.gather(sent), hops.reduce(sent))
     begin = clock.now()
-    grid.reduces.submit(lambda _: _repeat(both, 1)).wait()
+    grid.reduces.submit(lambda _: _repeat(both, 1)).block_host()
     once = clock.slowest([clock.now() - begin])[0]
     count = max(1, round(scope.busy_s / once))
 
@@ -143,7 +145,7 @@ def _busy(
         return grid.reduces.submit(lambda _: _repeat(both, count))
 
     def measure() -> float:
-        if grid.device.type == "cuda":
+        if separate_memory(grid.device):
             return lost_to_hops(begin_hops, grid.device, clock, count * once)
         return _kept_busy(begin_hops, clock, processors)
 
@@ -163,7 +165,7 @@ def _kept_busy(
     """
     clock.slowest([0.0])  # all begin together
     before, begin = _rested_s(processors), time.perf_counter()
-    begin_hops().wait()
+    begin_hops().block_host()
     rested, elapsed = _rested_s(processors) - before, time.perf_counter() - begin
     return clock.slowest([1.0 - rested / elapsed / len(processors)])[0]
 
@@ -171,19 +173,19 @@ def _kept_busy(
 def lost_to_hops(
     begin_hops: Callable[[], Ticket], device: torch.device, clock: Clock, hops_s: float
 ) -> float:
-    """The share of a GPU's speed that matrix products lose while hops run beside them.
+    """The share of a device's speed that matrix products lose while hops run beside them.
 
     ``hops_s`` is how long the hops take alone; the products take half of that.
     """
-    matrix = torch.randn(_SIDE[device.type], _SIDE[device.type], device=device)
+    side = _SIDE if separate_memory(device) else _SIDE_ON_HOST
+    matrix = torch.randn(side, side, device=device)
     product = torch.empty_like(matrix)
 
     def seconds(count: int) -> float:
         begin = time.perf_counter()
         for _ in range(count):
             torch.mm(matrix, matrix, out=product)
-        if device.type == "cuda":  # not the whole device: hops must continue
-            torch.cuda.current_stream(device).synchronize()
+        streams.block_host_until(streams.mark(device))  # not the whole device: hops must continue
         return time.perf_counter() - begin
 
     seconds(1)
@@ -192,7 +194,7 @@ def lost_to_hops(
     clock.slowest([0.0])  # all begin together
     ticket = begin_hops()
     beside = seconds(count)
-    ticket.wait()
+    ticket.block_host()
     clock.now()
     return clock.mean([1.0 - alone / beside])[0]
 

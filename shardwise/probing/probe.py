@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
 from shardwise.core.wire import KINDS
 from shardwise.cost.file import dump_cluster, parse_cluster
+from shardwise.device.abilities import HOST, device_name, forked_random, separate_memory
+from shardwise.device.choice import Asked, local_device, make_current
 from shardwise.probing.clock import Clock
 from shardwise.probing.compute import measure_passes, measured_dtypes
 from shardwise.probing.disk import check_disk, measure_disk
@@ -41,12 +42,14 @@ def probe(
     path: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     quick: bool = False,
+    device: Asked = None,
 ) -> Cluster:
     """Measure the cluster of this rank's process group; collective, with equal results.
 
     ``levels`` describes the grid as for ``shard``. Compute is measured in float32, in ``dtype``,
     and in bfloat16 if the device has instructions for it. ``path`` is a folder on a disk that is
     measured as well. This takes about a minute. ``quick`` is for tests: its figures mean little.
+    ``device`` is what is measured, by default this rank's accelerator if there is one.
 
     >>> import shardwise as sw
     >>> cluster = sw.probe(quick=True)
@@ -54,12 +57,12 @@ def probe(
     True
     """
     check_dtype(dtype)
-    device = probed_device()
-    place = find_place(levels, device)
-    grid = Grid.build(place, device, DEFAULT_LIMIT_S)
+    used = make_current(local_device(device))
+    place = find_place(levels, used)
+    grid = Grid.build(place, used, DEFAULT_LIMIT_S)
     folder = Path(path) if path is not None else None
     try:
-        with torch.random.fork_rng(_cuda_indices(device)):
+        with forked_random(used):
             probing = _Probing(grid, dtype, folder, QUICK if quick else FULL, progress)
             text = dump_cluster(probing.run())
         # All ranks take the date and names of rank 0.
@@ -69,23 +72,6 @@ def probe(
         raise
     grid.close()
     return parse_cluster(text, origin="of the probe")
-
-
-def probed_device() -> torch.device:
-    """The device of this rank; with torchrun its own accelerator."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a device; for a CPU with the number of threads per rank."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{_cpu_name()} ({threads} thread{'s' * (threads > 1)})"
 
 
 class _Probing:
@@ -105,18 +91,18 @@ class _Probing:
             check_disk(path, grid.control)
         self._dtypes = self._agreed(measured_dtypes(dtype, grid.device), dtype)
         self._room = find_room(grid.control)
-        self._on_cuda = grid.device.type == "cuda"
+        self._beside_host = separate_memory(grid.device)
         self._memory = (
-            device_bytes(grid.control, grid.device) if self._on_cuda else self._room.host_bytes
+            device_bytes(grid.control, grid.device) if self._beside_host else self._room.host_bytes
         )
         self._visits: dict[str, list[tuple[Curve, Curve]]] = {name: [] for name in self._dtypes}
         """By dtype: the curves of forward and backward of each visit."""
         self._progress, self._done = progress, 0
         joined = [level for level in grid.place.topology.levels if level.size > 1]
-        # Three per level, copies and the update; on CUDA also the host's copies and its update.
+        # Three per level, copies and the update; beside a host also its copies and its update.
         self._total = (
             3 * len(joined) + VISITS * len(self._dtypes) + 2 + len(KINDS)
-            + 2 * self._on_cuda + (path is not None)
+            + 2 * self._beside_host + (path is not None)
         )  # fmt: skip
 
     def run(self) -> Cluster:
@@ -197,20 +183,20 @@ class _Probing:
 
     def _share(self) -> float:
         """The share of the host's processors that compute takes; 1 if the device has its own."""
-        if self._on_cuda:
+        if self._beside_host:
             return 1.0
         threads = self._room.ranks_on_host * torch.get_num_threads()
         return min(1.0, threads / len(self._room.processors))
 
     def _measure_host(self) -> Host | None:
         """The host's memory; None for CPUs, where it is the device's."""
-        if not self._on_cuda:
+        if not self._beside_host:
             return None
         self._tell("copies between host and device")
         bandwidth = measure_host_copy(self._clock, self._grid.device)
         self._tell("the optimizer's update on the host")
         room = self._room
-        update = measure_update(self._clock, self._scope, torch.device("cpu"), room.host_bytes)
+        update = measure_update(self._clock, self._scope, HOST, room.host_bytes)
         return Host(
             memory_bytes=room.host_bytes * self._grid.place.topology.ranks_per_node,
             bandwidth=bandwidth,
@@ -233,16 +219,3 @@ class _Probing:
         if self._progress is not None:
             self._progress(self._done, self._total, what)
         self._done += 1
-
-
-def _cuda_indices(device: torch.device) -> list[int]:
-    return [device.index] if device.type == "cuda" else []
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

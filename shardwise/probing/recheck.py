@@ -8,13 +8,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, Place
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.core.topology import Step
+from shardwise.device.abilities import separate_memory
 from shardwise.probing.clock import Clock
 from shardwise.probing.disk import check_disk, node_share
 from shardwise.probing.links import time_gather
-from shardwise.probing.probe import probed_device
 from shardwise.probing.room import device_bytes, find_room, free_disk_bytes
 from shardwise.probing.scope import FULL, Effort
 
@@ -26,11 +28,10 @@ _EFFORT = Effort(repeats=3, batch_s=0.02, point_s=0.2)
 
 
 def recheck(
-    stored: Cluster, place: Place, path: str | os.PathLike[str] | None
+    stored: Cluster, place: Place, device: torch.device, path: str | os.PathLike[str] | None
 ) -> tuple[Cluster, dict[str, float]]:
     """The cluster with what is free now, and the levels whose hops are slower or faster than
     stored, each with the factor; collective, with equal results."""
-    device = probed_device()
     grid = Grid.build(place, device, DEFAULT_LIMIT_S)
     try:
         now = _with_free(stored, grid, path)
@@ -44,8 +45,8 @@ def recheck(
 
 def _with_free(stored: Cluster, grid: Grid, path: str | os.PathLike[str] | None) -> Cluster:
     room = find_room(grid.control)
-    on_cuda = grid.device.type == "cuda"
-    free = device_bytes(grid.control, grid.device) if on_cuda else room.host_bytes
+    separate = separate_memory(grid.device)
+    free = device_bytes(grid.control, grid.device) if separate else room.host_bytes
     now = replace(stored, device=replace(stored.device, memory_bytes=free))
     if now.host is not None:
         host_bytes = room.host_bytes * stored.ranks_per_node

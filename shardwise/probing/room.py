@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from shardwise.comm.control import Control
+from shardwise.device.memory import free_bytes
 
 _GROUPS = Path("/sys/fs/cgroup")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -61,8 +62,9 @@ def _own_processors() -> set[int]:
 
 def device_bytes(control: Control, device: torch.device) -> int:
     """Free memory of the device itself, on the rank that has least."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return -int(control.highest(torch.tensor([-free]), "device memory of a probe").item())
+    return -int(
+        control.highest(torch.tensor([-free_bytes(device)]), "device memory of a probe").item()
+    )
 
 
 def _host() -> str:

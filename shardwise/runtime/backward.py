@@ -149,7 +149,7 @@ class Backward:
         """Waits for the ``count`` oldest reductions in flight."""
         for _ in range(count):
             for ticket in self._under_way.popleft():
-                ticket.wait()
+                ticket.order_stream()
 
     def _launch_ready(self) -> None:
         reductions = self.reductions

@@ -8,6 +8,7 @@ from shardwise.comm.grid import Grid
 from shardwise.core.errors import PlanError
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Step
+from shardwise.device.abilities import HOST, separate_memory
 from shardwise.model.inspect import Members
 from shardwise.plans.plan import Plan, Rungs, resolve
 from shardwise.plans.schedule import UnitOps, outer_step
@@ -22,15 +23,6 @@ from shardwise.tier.memory import trim_heap
 from shardwise.tier.nvme import NvmeStore
 from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Disk, Homes
-
-
-def target_device(model: nn.Module) -> torch.device:
-    """The device of the model's parameters; if all are on meta, the accelerator or the CPU."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator if accelerator is not None else torch.device("cpu")
 
 
 def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
@@ -49,9 +41,9 @@ def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
             "folder on a fast disk with enough space."
         )
     store = NvmeStore(tiers.path, rank=rank, budget=budgets["nvme"], checksum=tiers.checksum)
-    on_cuda = device.type == "cuda"
-    buffers = budgets["cpu" if on_cuda else "device"]
-    return Homes(device, budgets, Disk(store, Pool(torch.device("cpu"), buffers, pinned=on_cuda)))
+    if not separate_memory(device):
+        return Homes(device, budgets, Disk(store, Pool(HOST, budgets["device"])))
+    return Homes(device, budgets, Disk(store, Pool(HOST, budgets["cpu"], beside=device)))
 
 
 def build_runtime(
@@ -114,10 +106,12 @@ def _outer_steps(plan: Plan, spec: ModelSpec, resolved: list[Rungs]) -> list[Ste
 
 
 def _fill_unit(built: Unit, unit: Members, start: "Start") -> None:
-    """Moves a unit's values into its shards, with one full parameter in memory at a time."""
+    """Moves a unit's values into its shards, with one full parameter in memory at a time (one flat
+    on an accelerator, where rank 0's values travel together)."""
     for flat in built.flats:
         if flat.spec.requires_grad and flat.has_master:
             make_master(flat, empty=True)  # it gets the values before they are rounded
+        start.receive([unit.params[slot_spec.param.name] for slot_spec in flat.spec.slots])
         with writing(flat) as write:
             for slot_spec in flat.spec.slots:
                 parameter = unit.params[slot_spec.param.name]
@@ -133,6 +127,7 @@ def _fill_unit(built: Unit, unit: Members, start: "Start") -> None:
                 built.slots.append(slot)
                 built.parameters.append(parameter)
                 start.filled(slot)
+    start.forget()
     if built.travels:
         built.close()
 

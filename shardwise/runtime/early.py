@@ -54,4 +54,4 @@ class EarlyUpdates:
         updates, self._under_way = self._under_way, []
         with ExitStack() as waiting:
             for update in reversed(updates):
-                waiting.callback(update.wait)
+                waiting.callback(update.block_host)

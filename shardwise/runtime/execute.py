@@ -106,7 +106,7 @@ class Executor:
 
         def work(_: Early) -> None:
             for fetched in [flat.params.fetch(op.target) for flat in unit.flats]:
-                fetched.wait()
+                fetched.order_stream()
 
         if unit.refreshing:
             ticket = self._submit(self._grid.gathers, unit, op, work)
@@ -154,7 +154,7 @@ class Executor:
 
     def _drop(self, unit: Unit, op: Op) -> Ticket:
         if Kind.FETCH in unit.issued:
-            unit.issued[Kind.FETCH][1].wait()
+            unit.issued[Kind.FETCH][1].order_stream()
         for flat in unit.flats:
             flat.params.drop(op.source)
         return DONE
@@ -271,7 +271,7 @@ class Executor:
 
         def timed(early: Early) -> None:
             for ticket in others:
-                ticket.wait()
+                ticket.order_stream()
             done.begin_s = time.perf_counter()
             work(early)
             done.end_s = time.perf_counter()

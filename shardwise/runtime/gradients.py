@@ -100,7 +100,7 @@ class GradMemory:
             numel = self._flat.interval(self._flat.rungs.grads).numel
             self.held = self._make("accumulated gradients", numel)
         self._open = self.held.lend(0, self.held.numel, reads=adds)
-        with on_device(self._open.wait(), self._flat.device) as held:
+        with on_device(self._open.arrived(), self._flat.device) as held:
             self._add_to_held(grad, legs, carrier, held, adds=adds)
 
     def reduce(
@@ -118,7 +118,7 @@ class GradMemory:
 
         ``joins``: add the gradients held on G's rung. With ``outer`` the last leg runs there.
         """
-        self.closing.wait()
+        self.closing.order_stream()
         if not adds:
             self.factor = 1.0
         self.norms = {}
@@ -165,7 +165,7 @@ class GradMemory:
     def _open_sums(self, *, adds: bool) -> torch.Tensor:
         """The summed gradient on the device; ``adds``: with its present values."""
         self._open = self.make_sums().lend(0, self._flat.optim_at.numel, reads=adds)
-        rested = self._open.wait()
+        rested = self._open.arrived()
         if self.factor != 1.0:
             rested.mul_(self.factor)
             self.factor = 1.0
@@ -203,7 +203,7 @@ class GradMemory:
         that it travels on in the reduce dtype. The held gradients are not read again."""
         assert self.held is not None
         loan = self.held.lend(0, self.held.numel)
-        with on_device(loan.wait(), self._flat.device) as held:
+        with on_device(loan.arrived(), self._flat.device) as held:
             self._add_to_held(grad, legs, carrier, held, adds=True)
             own = grad[self._flat.interval(self._flat.rungs.grads).relative_to(0)].copy_(held)
         loan.give_back(changed=False)
@@ -214,7 +214,7 @@ class GradMemory:
         for start in range(0, flat.spec.numel, flat.window_numel):
             place = Interval(start, min(start + flat.window_numel, flat.spec.numel))
             loan = sums.lend(place.start, place.stop, reads=adds)
-            piece = loan.wait()
+            piece = loan.arrived()
             if adds and self.factor != 1.0:
                 piece.mul_(self.factor)
             own = grad[place.relative_to(0)].to(piece.device)

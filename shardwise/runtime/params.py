@@ -8,6 +8,7 @@ import torch
 from shardwise.comm.carry import Carrier, Leg, finish
 from shardwise.core.layout import Slot
 from shardwise.core.ticket import DONE, Ticket
+from shardwise.device.abilities import separate_memory
 from shardwise.plans.ops import Place
 from shardwise.plans.plan import Plan
 from shardwise.tier.memory import SwappedBuffer
@@ -52,7 +53,7 @@ class ParamMemory:
         if target is not Place.FULL:
             self.shard.prefetch()
             return DONE
-        if isinstance(self.shard, Stored) and self._flat.device.type == "cpu":
+        if isinstance(self.shard, Stored) and not separate_memory(self._flat.device):
             return self.shard.read_into(self.full.tensor)
         with self.shard.use() as shard:
             self.full.tensor.copy_(shard, non_blocking=True)

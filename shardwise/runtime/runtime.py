@@ -8,9 +8,9 @@ and recovery after exceptions.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -118,6 +118,16 @@ class Runtime:
             return Phase.LAST if self.accumulated else Phase.ONLY
         return Phase.MIDDLE if self.accumulated else Phase.FIRST
 
+    def stats(self) -> dict[str, Any]:
+        """What ``shardwise.stats`` returns."""
+        return {
+            **asdict(self.counters),
+            "param_buffers_peak_bytes": self.pools.params.peak_bytes,
+            "grad_buffers_peak_bytes": self.pools.grads.peak_bytes,
+            "wire_buffers_bytes": self.carriers.held_bytes,
+            "links": self.grid.link_kinds,
+        }
+
     # --- values -------------------------------------------------------------------------------
 
     def access(self, slot: ParamSlot, what: str) -> None:
@@ -143,7 +153,7 @@ class Runtime:
             raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
         self.steps.require(f"Writing '{slot.name}'")
         slot.unit.settle()
-        self.grid.drain()
+        self.grid.block_host_until_idle()
         values.write(slot.flat, slot.spec, value)
         self.changed(slot.unit)
 
@@ -170,7 +180,10 @@ class Runtime:
         self.executor.run(self.issuer.release_all())
         for unit in self.units:
             unit.settle()
-        self.grid.drain()
+        if self.homes.on_host:  # which the update writes without a stream
+            self.grid.block_host_until_idle()
+        else:
+            self.grid.order_after_transfers()
 
     # --- contexts and recovery ----------------------------------------------------------------
 

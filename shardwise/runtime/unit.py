@@ -103,7 +103,7 @@ class Unit:
     def settle(self) -> None:
         """Waits for values on their way; afterwards the parameters are ordinary tensors."""
         if self.state is State.COMING or self.state is State.REFRESHING:
-            self.coming.wait()
+            self.coming.order_stream()
             self.move_to(State.GATHERED)
             guard.open_up(self.parameters)
 

@@ -50,7 +50,7 @@ def write(flat: Flat, slot: Slot, value: torch.Tensor) -> None:
         if common.numel:
             at = common.relative_to(place.start)
             loan = rest.lend(at.start, at.stop, reads=False)
-            loan.wait().copy_(value.reshape(-1)[common.relative_to(slot.interval.start)])
+            loan.arrived().copy_(value.reshape(-1)[common.relative_to(slot.interval.start)])
             loan.give_back(changed=True)
 
 

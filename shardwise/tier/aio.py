@@ -89,10 +89,12 @@ class Move:
         del self.tensor, self.work  # a ticket that is kept must not keep memory or the store alive
         self._done.set()
 
-    def wait(self) -> None:
+    def block_host(self) -> None:
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+    order_stream = block_host  # a stream cannot wait for a disk
 
     def settle(self) -> None:
         """Wait until it is done or has failed."""

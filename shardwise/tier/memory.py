@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise.device.abilities import separate_memory
 from shardwise.tier.pool import Pool
 
 _TILE_BYTES = 1 << 21
@@ -59,7 +60,7 @@ class SwappedBuffer:
 
 
 def _resting_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    if device.type != "cpu":
+    if separate_memory(device):
         return torch.UntypedStorage(0, device=device)
     return torch.frombuffer(_nan_region(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
 

@@ -1,20 +1,21 @@
 """Pools of buffers, which are reused by size and never grow silently.
 
-On CPU memory comes from mmap: it is page-aligned, as direct I/O requires, and freeing it returns it
-to the system.
+Memory of the host comes from mmap: it is page-aligned, as direct I/O requires, and freeing it
+returns it to the system.
 """
 
-import mmap
 import threading
 from collections import defaultdict
-from contextlib import suppress
 
 import torch
 
+from shardwise.device import memory, streams
+from shardwise.device.abilities import has_streams, separate_memory
 from shardwise.tier.budget import Budget
 
-PAGE_BYTES = mmap.PAGESIZE
-_LARGE_PAGE_BYTES = 2 << 20
+PAGE_BYTES = memory.PAGE_BYTES
+_Idle = tuple[torch.UntypedStorage, streams.Mark]
+"""Idle memory, and the last work that used it."""
 
 
 class Pool:
@@ -22,82 +23,89 @@ class Pool:
 
     ``held_bytes`` is what the pool owns, lent or idle. The runtime decides how many buffers of a
     size are lent at once (prefetch, gradients in flight), and the memory model predicts it.
+
+    Memory of a device is allocated on the stream on which the pool was made, whoever asks: torch's
+    allocator can then reuse what is freed on that stream, which is the one of compute. With
+    ``beside`` the memory is the host's, pinned for copies to and from that device.
     """
 
     def __init__(
-        self, device: torch.device, budget: Budget | None = None, *, pinned: bool = False
+        self,
+        device: torch.device,
+        budget: Budget | None = None,
+        *,
+        beside: torch.device | None = None,
     ) -> None:
-        self._device, self._pinned = device, pinned
+        self._device, self._beside = device, beside or device
         self._budget = budget if budget is not None else Budget("device")
         self._lock = threading.Lock()
-        self._idle: dict[int, list[tuple[torch.UntypedStorage, torch.cuda.Event | None]]] = (
-            defaultdict(list)
-        )
+        self._idle: dict[int, list[_Idle]] = defaultdict(list)
+        self._home = streams.current_stream(device) if has_streams(device) else None
         self.held_bytes = 0
         self.peak_bytes = 0
         self._budget.before_refusing(self.trim)
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory with arbitrary contents, for what the caller enqueues next, or for its host."""
         with self._lock:
-            idle = self._idle[nbytes].pop() if self._idle[nbytes] else None
+            # The oldest: its last work is most likely over.
+            idle = self._idle[nbytes].pop(0) if self._idle[nbytes] else None
         if idle is not None:
             storage, used = idle
-            if used is not None and self._pinned:
-                used.synchronize()  # the next user may be a thread, without a stream
-            elif used is not None:
-                torch.cuda.current_stream(self._device).wait_event(used)
+            if separate_memory(self._device):
+                streams.order_after(used)
+            else:
+                streams.block_host_until(used)  # the next user may be a thread or a disk
             return storage
-        self._budget.claim(nbytes, "A buffer")
+        claimed = self._size(nbytes)
+        self._budget.claim(claimed, "A buffer")
         with self._lock:
-            self.held_bytes += nbytes
+            self.held_bytes += claimed
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return allocate(nbytes, self._device, pinned=self._pinned)
+        return self._allocate(nbytes)
 
-    def give(self, storage: torch.UntypedStorage) -> None:
-        """Take memory back; on CUDA the current stream may still be using it."""
-        used = None
-        if self._pinned or self._device.type == "cuda":
-            used = torch.cuda.Event()
-            used.record(torch.cuda.current_stream())
+    def give(self, storage: torch.UntypedStorage, *, last_use: streams.Mark = None) -> None:
+        """Take memory back. ``last_use`` is the end of the work that uses it; by default that is
+        what the current stream has so far."""
+        used = last_use or streams.mark(self._beside)
         with self._lock:
             self._idle[storage.nbytes()].append((storage, used))
 
     def trim(self) -> None:
-        """Return idle memory to the system."""
+        """Return idle memory to the system, after the work that still uses it."""
         with self._lock:
-            freed = sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
-            self.held_bytes -= freed
+            idle = [each for found in self._idle.values() for each in found]
             self._idle.clear()
+            freed = sum(self._size(storage.nbytes()) for storage, _ in idle)
+            self.held_bytes -= freed
+        for used in [used for _, used in idle]:
+            if self._home is None:
+                streams.block_host_until(used)
+            elif used is not None:  # whoever gets it next on this stream comes after
+                self._home.wait_event(used)
+        del idle
         self._budget.release(freed)
 
+    def _size(self, nbytes: int) -> int:
+        """What a buffer takes of the budget."""
+        return (
+            nbytes if separate_memory(self._device) else memory.pinned_bytes(nbytes, self._beside)
+        )
 
-def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.UntypedStorage:
-    """Fresh memory; on CPU from mmap, unless it is ``pinned`` for copies to CUDA."""
-    if pinned and nbytes:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
-    if device.type != "cpu" or nbytes == 0:
-        return torch.UntypedStorage(nbytes, device=device)
-    return torch.frombuffer(_map(nbytes), dtype=torch.uint8).untyped_storage()
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    """Private pages, large ones if the system has them.
-
-    A disk then gets a few long pieces instead of hundreds: one disk read 2 GB/s into pages of 4 KiB
-    and 5 GB/s into large pages (``benchmarks/disk.py``).
-    """
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
+    def _allocate(self, nbytes: int) -> torch.UntypedStorage:
+        if self._home is None:
+            return memory.pinned_memory(nbytes, self._beside)
+        with streams.on_stream(self._home):
+            storage = torch.UntypedStorage(nbytes, device=self._device)
+            free = streams.mark(self._device)
+        # The home stream may be behind in work on what it freed: this memory may be of that.
+        streams.order_after(free)
+        return storage
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat tensor of zeros whose memory returns to the system when dropped."""
-    if device.type != "cpu":
+    if separate_memory(device):
         return torch.zeros(numel, dtype=dtype, device=device)
-    storage = allocate(numel * dtype.itemsize, device)  # fresh pages of mmap are zero
+    storage = memory.host_memory(numel * dtype.itemsize)  # fresh pages of mmap are zero
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))

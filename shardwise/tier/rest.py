@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 
 from shardwise.core.ticket import DONE, Ticket
+from shardwise.device import memory
+from shardwise.device.abilities import separate_memory
 from shardwise.plans.memory import WRITES_IN_FLIGHT_BYTES
 from shardwise.tier.budget import Budget
 from shardwise.tier.memory import tensor_on
@@ -27,8 +29,8 @@ class Loan(Protocol):
 
     tensor: torch.Tensor
 
-    def wait(self) -> torch.Tensor:
-        """The tensor, once its contents have been read."""
+    def arrived(self) -> torch.Tensor:
+        """The tensor, after its contents have been read: blocks the host while a disk reads."""
 
     def give_back(self, *, changed: bool) -> None:
         """End the loan; changes are written back in the background."""
@@ -89,7 +91,7 @@ class _View:
 
     tensor: torch.Tensor
 
-    def wait(self) -> torch.Tensor:
+    def arrived(self) -> torch.Tensor:
         return self.tensor
 
     def give_back(self, *, changed: bool) -> None:
@@ -116,7 +118,7 @@ class Stored:
     def discard(self) -> None:
         ahead = self._take_ahead()
         if ahead is not None:
-            ahead.wait()
+            ahead.arrived()
             ahead.give_back(changed=False)
 
     def _take_ahead(self) -> Loan | None:
@@ -136,7 +138,7 @@ class Stored:
         loan = self._take_ahead() or self.lend(0, self.numel, reads=reads)
         changed = False
         try:
-            yield loan.wait()
+            yield loan.arrived()
             changed = writes
         finally:
             loan.give_back(changed=changed)
@@ -158,8 +160,8 @@ class _Buffered:
         if reads:
             self._ticket = rest._disk.store.get(rest._record, self.tensor, self._start)
 
-    def wait(self) -> torch.Tensor:
-        self._ticket.wait()
+    def arrived(self) -> torch.Tensor:
+        self._ticket.block_host()
         return self.tensor
 
     def give_back(self, *, changed: bool) -> None:
@@ -246,7 +248,7 @@ class Writes:
             ticket, storage, pool = self._queue.popleft()
             self._nbytes -= storage.nbytes()
         try:
-            ticket.wait()
+            ticket.block_host()
         except TierError as error:
             # Not raised here: other ranks would wait for the transfers of a lane that fails.
             with self._lock:
@@ -270,18 +272,24 @@ class Homes:
     device: torch.device
     budgets: dict[str, Budget]
     disk: Disk | None = None
+    on_host: list[Resident] = field(default_factory=list)
+    """Shards that rest in the host's memory beside a device. Copies on streams read and write them,
+    so that the host must wait for these before it does."""
 
     def rest(self, tier: str, numel: int, dtype: torch.dtype, label: str) -> Rest:
         """A new shard on a tier, initially zero."""
         if tier == "nvme":
             assert self.disk is not None
             return Stored(self.disk, numel, dtype, label)
-        self.budgets[tier].claim(numel * dtype.itemsize, f"The {label}")
-        device = torch.device("cpu") if tier == "cpu" else self.device
-        tensor = zeros(numel, dtype, device)
-        if tier == "cpu" and self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return Resident(tensor)
+        nbytes = numel * dtype.itemsize
+        if tier == "device":
+            self.budgets[tier].claim(nbytes, f"The {label}")
+            return Resident(zeros(numel, dtype, self.device))
+        self.budgets[tier].claim(memory.pinned_bytes(nbytes, self.device), f"The {label}")
+        pinned = Resident(tensor_on(memory.pinned_memory(nbytes, self.device), numel, dtype))
+        if separate_memory(self.device):
+            self.on_host.append(pinned)
+        return pinned
 
     def settle(self) -> None:
         """Wait for writes; raise the error of one that failed."""

@@ -125,7 +125,7 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
         train=train_batches,
         validation=validation_batches,
         num_parameters=num_parameters,
-        device=torch.accelerator.current_accelerator() or torch.device("cpu"),
+        device=runtime_of(model).grid.device,
         plan=plan,
         predicted_s=chosen.step_s if chosen is not None else None,
     )

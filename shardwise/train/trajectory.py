@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.device.choice import local_device, make_current
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import (
     accumulate_gradients,
@@ -82,7 +83,8 @@ def sharded_worker(config: dict[str, Any], directory: str, name: str) -> None:
 def reference_worker(config: dict[str, Any], directory: str, name: str) -> None:
     """Record the same run in one process, with plain PyTorch and nothing of shardwise."""
     job = TrainConfig.model_validate(config)
-    model = build_model(job.model, dropout=False).train()
+    device = make_current(local_device())
+    model = build_model(job.model, dropout=False).train().to(device)
     model.load_state_dict(torch.load(Path(directory) / INITIAL_FILE, weights_only=True))
     batches, _ = build_batches(job, model, rank=0, world=1)
     optimizer = build_optimizer(model, job.optim)
@@ -91,7 +93,7 @@ def reference_worker(config: dict[str, Any], directory: str, name: str) -> None:
     for step in range(1, job.train.steps + 1):
         loss = 0.0
         for micro in range(batches.accumulation):
-            rows = batches.get(step, micro)
+            rows = batches.get(step, micro).to(device)
             part = loss_of(model(input_ids=rows, labels=rows)) / batches.accumulation
             record.loss_dtype = str(part.dtype).removeprefix("torch.")
             part.backward()
@@ -103,7 +105,7 @@ def reference_worker(config: dict[str, Any], directory: str, name: str) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    record.parameters = model.state_dict()
+    record.parameters = {name: value.cpu() for name, value in model.state_dict().items()}
     record.optimizer_states = _flatten(
         {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
     )
@@ -122,7 +124,7 @@ def _flatten(states: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
     flat = {}
     for name, state in states.items():
         for key, value in state.items():
-            tensor = torch.as_tensor(value)
+            tensor = torch.as_tensor(value).cpu()
             # A number (the step count) may have any type; only its value matters.
             flat[f"{name}:{key}"] = tensor if tensor.dim() else tensor.double()
     return flat

@@ -55,16 +55,11 @@ def call(entry: str, arguments: dict[str, Any]) -> Any:
 @contextmanager
 def process_group() -> Iterator[None]:
     """Join the process group that torchrun's environment describes; leave it with the others."""
-    import torch
     import torch.distributed as dist
 
-    device = torch.accelerator.current_accelerator()
-    if device is None:
-        dist.init_process_group("gloo")
-    else:
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(f"cpu:gloo,{device.type}:{backend}")
+    from shardwise.device.choice import local_device, make_current, process_group_options
+
+    dist.init_process_group(**process_group_options(make_current(local_device())))
     # No `finally`: after an error, destroying a group can wait for peers that will never answer.
     yield
     dist.barrier()

@@ -189,7 +189,7 @@ class Slowed:
         self._running = True
         return self
 
-    def wait(self) -> None:
+    def block_host(self) -> None:
         self._running = False
 
 

@@ -41,7 +41,7 @@ class Later:
     def __init__(self, store: "FakeStore", record: Record, work: Callable[[], None]) -> None:
         self._store, self._record, self._work = store, record, work
 
-    def wait(self) -> None:
+    def block_host(self) -> None:
         pending = self._store.pending[self._record]
         while self in pending:
             pending.popleft()._work()

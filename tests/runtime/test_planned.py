@@ -123,8 +123,8 @@ class Run:
     def rows(self) -> list[Row]:
         """What was done since the last call, once all of it is over."""
         runtime = runtime_of(self.model)
-        runtime.grid.drain()
-        runtime.grid.reduces.drain()
+        runtime.grid.block_host_until_idle()
+        runtime.grid.reduces.so_far().block_host()
         runtime.homes.settle()
         rows, self.done[:] = [measured(done) for done in self.done], []
         return rows

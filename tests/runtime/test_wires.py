@@ -67,7 +67,7 @@ def assert_replicas_agree(model, label: object) -> None:
     runtime = runtime_of(model)
     for unit in runtime.units:
         unit.settle()
-    runtime.grid.drain()
+    runtime.grid.block_host_until_idle()
     for unit in runtime.units:
         for flat in unit.flats:
             mine_here = (flat.part_at, flat.params.shard.tensor.clone())
@@ -386,7 +386,7 @@ def check_tracks() -> None:
                 lm_loss(model, *mine(*batch(step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                runtime_of(model).grid.drain()
+                runtime_of(model).grid.block_host_until_idle()
         sw.unshard(model)
         topology = cluster.topology
         work = facts.work(2, 8, plan, topology)

@@ -16,26 +16,27 @@ SOURCES = Path(__file__).parents[2] / "shardwise"
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "plans": {"core"},
+    "device": {"core"},
     # Planning, for clusters that nobody has to have. It never meets what runs.
     "cost": {"core", "plans"},
     "planner": {"core", "cost", "plans"},
     # Running.
     "wire": {"core"},
-    "tier": {"core", "plans"},
-    "comm": {"core", "plans", "wire"},
-    "model": {"core", "plans"},
-    "runtime": {"comm", "core", "model", "plans", "tier", "wire"},
+    "tier": {"core", "device", "plans"},
+    "comm": {"core", "device", "plans", "wire"},
+    "model": {"core", "device", "plans"},
+    "runtime": {"comm", "core", "device", "model", "plans", "tier", "wire"},
     "checkpoint": {"comm", "core", "plans", "runtime", "tier"},
     # Measuring, whose result is a cluster for planning.
-    "probing": {"comm", "core", "cost", "model", "plans", "tier", "wire"},
+    "probing": {"comm", "core", "cost", "device", "model", "plans", "tier", "wire"},
     # What users call: these wire the packages together.
     "planning": {"core", "cost", "model", "planner", "plans"},
-    "auto": {"comm", "core", "cost", "model", "planner", "plans", "probing", "runtime"},
+    "auto": {"comm", "core", "cost", "device", "model", "planner", "plans", "probing", "runtime"},
     "tracing": {"core"},
-    "api": {"auto", "checkpoint", "comm", "core", "model", "plans", "runtime", "tier"},
+    "api": {"auto", "checkpoint", "comm", "core", "device", "model", "plans", "runtime", "tier"},
     "__init__": {"api", "auto", "core", "model", "planning", "plans", "probing", "tier", "tracing"},
     # Programs on top of it.
-    "train": {"__init__", "api", "auto", "core", "model", "planner", "plans"},
+    "train": {"__init__", "api", "auto", "core", "device", "model", "planner", "plans"},
     "bench": {
         "__init__", "api", "core", "cost", "model", "planner", "plans", "probing", "train",
     },

@@ -24,6 +24,7 @@ FOREIGN = {
     # --- torch's operators whose names have an underscore
     "torch._*foreach_*": "what torch's own clipping and GradScaler call",
     "torch._assert_async": "a check on the device, for which the host need not wait",
+    "torch._has_compatible_shallow_copy_type": "whether .data may change the device, as in .to()",
     "torch._neg_view": "appears among the operations that a module records",
     "torch.ops.aten._*": "names of operators, as a dispatcher sees them",
     # --- what torch keeps in its objects

@@ -51,7 +51,7 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 def content(store, record, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
     out = torch.full((record.nbytes - start if nbytes is None else nbytes,), 77, dtype=torch.uint8)
-    store.get(record, out, start).wait()
+    store.get(record, out, start).block_host()
     return out
 
 
@@ -181,7 +181,7 @@ def _play(store, mode, case):
                 checks.append((memory, expected))  # also of what lies beside the tensor
         for ticket in tickets:
             with contextlib.suppress(TierError) if mode == "failing" else contextlib.nullcontext():
-                ticket.wait()
+                ticket.block_host()
         assert bytes(content(store, record).numpy()) == model
         assert all(torch.equal(memory, expected) for memory, expected in checks)
     store.free(record)
@@ -190,9 +190,9 @@ def _play(store, mode, case):
 def test_dtypes_and_shapes_are_moved_as_bytes(store):
     record = store.reserve(2 * 3000, "w")
     source = torch.randn(30, 100, dtype=torch.bfloat16)
-    store.put(record, source).wait()
+    store.put(record, source).block_host()
     out = torch.empty_like(source)
-    store.get(record, out).wait()
+    store.get(record, out).block_host()
     assert torch.equal(out, source)
 
 
@@ -205,23 +205,23 @@ def test_a_large_aligned_move_needs_no_copy(store, monkeypatch):
     monkeypatch.setattr(
         blocks.ctypes, "memmove", lambda to, of, n: (copied.append(n), real(to, of, n))
     )
-    store.put(record, source).wait()
+    store.put(record, source).block_host()
     assert torch.equal(content(store, record), source)
     copied.clear()
     out = zeros(record.nbytes, torch.uint8, CPU)
-    store.get(record, out).wait()
+    store.get(record, out).block_host()
     assert torch.equal(out, source)
     assert sum(copied) < PAGE_BYTES  # the tail
 
 
 def test_never_written_room_reads_as_zero_even_when_reused(store):
     first = store.reserve(3 * PAGE_BYTES, "first")
-    store.put(first, noise(first.nbytes)).wait()
+    store.put(first, noise(first.nbytes)).block_host()
     store.free(first)
     second = store.reserve(2 * PAGE_BYTES + 9, "second")
     assert second.offset == first.offset
     assert not content(store, second).any()
-    store.put(second, torch.ones(1, dtype=torch.uint8), PAGE_BYTES + 1).wait()
+    store.put(second, torch.ones(1, dtype=torch.uint8), PAGE_BYTES + 1).block_host()
     assert content(store, second).nonzero().tolist() == [[PAGE_BYTES + 1]]
 
 
@@ -279,14 +279,14 @@ def test_a_read_waits_for_an_overlapping_write_and_for_no_other(store, monkeypat
     assert gate.waiting.wait(5)
     overlapping, beside = zeros(9, torch.uint8, CPU), noise(PAGE_BYTES)
     late = store.get(record, overlapping, 2 * PAGE_BYTES - 8)
-    store.get(record, beside, 4 * PAGE_BYTES).wait()
-    store.get(other, zeros(PAGE_BYTES, torch.uint8, CPU)).wait()
+    store.get(record, beside, 4 * PAGE_BYTES).block_host()
+    store.get(other, zeros(PAGE_BYTES, torch.uint8, CPU)).block_host()
     time.sleep(0.02)
     assert not beside.any()
     assert not finished(late)
     assert not finished(put)
     gate.open.set()
-    late.wait()
+    late.block_host()
     assert torch.equal(overlapping, source[2 * PAGE_BYTES - 8 : 2 * PAGE_BYTES + 1])
 
 
@@ -310,7 +310,7 @@ def test_of_two_writes_the_later_one_stays(store, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda *args: (time.sleep(next(delays)), pwritev(*args))[1])
     tickets = [store.put(record, torch.full((PAGE_BYTES,), i, dtype=torch.uint8)) for i in range(3)]
     for ticket in tickets:
-        ticket.wait()
+        ticket.block_host()
     assert (content(store, record) == 2).all()
 
 
@@ -340,7 +340,7 @@ def taken(monkeypatch):
 def fill(store, record, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", pwritev)
-        store.put(record, noise(record.nbytes)).wait()
+        store.put(record, noise(record.nbytes)).block_host()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -353,8 +353,8 @@ def test_neither_reads_nor_writes_starve(tmp_path, monkeypatch, taken, threads, 
     queue = (store.put if urgent == "get" else store.get)(record, noise(record.nbytes))
     ticket = getattr(store, urgent)(other, noise(PAGE_BYTES))
     taken.begin.set()
-    ticket.wait()
-    queue.wait()
+    ticket.block_host()
+    queue.block_host()
     assert taken.index(urgent) <= threads + 1
     store.close()
 
@@ -367,7 +367,7 @@ def test_writes_keep_one_thread_while_reads_wait(tmp_path, monkeypatch, taken):
     tickets = [store.get(record, noise(record.nbytes)), store.put(other, noise(other.nbytes))]
     taken.begin.set()
     for ticket in tickets:
-        ticket.wait()
+        ticket.block_host()
     last_read = len(taken) - 1 - taken[::-1].index("get")
     assert taken[:last_read].count("put") >= 5
     store.close()
@@ -380,14 +380,14 @@ def test_writes_keep_one_thread_while_reads_wait(tmp_path, monkeypatch, taken):
 def test_a_failed_write_is_told_and_loses_nothing(store, monkeypatch, code):
     record = store.reserve(3 * PAGE_BYTES, "master of unit 'h.0'")
     old, new = noise(record.nbytes, 1), noise(record.nbytes, 2)
-    store.put(record, old).wait()
+    store.put(record, old).block_host()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fail_with(code))
         ticket = store.put(record, new[: PAGE_BYTES + 10], 100)
         with pytest.raises(TierError) as caught:
-            ticket.wait()
+            ticket.block_host()
         with pytest.raises(TierError):
-            ticket.wait()
+            ticket.block_host()
     message = str(caught.value)
     for word in (
         str(store.path), "master of unit 'h.0'", errno.errorcode[code], "kept in memory",
@@ -402,7 +402,7 @@ def test_a_failed_write_is_told_and_loses_nothing(store, monkeypatch, code):
     with monkeypatch.context() as patch:  # what is held needs no disk
         patch.setattr(os, "preadv", fail_with(errno.EIO))
         assert torch.equal(content(store, record, 0, PAGE_BYTES), expected[:PAGE_BYTES])
-    store.put(record, new).wait()
+    store.put(record, new).block_host()
     with monkeypatch.context() as patch:  # and after a good write it is held no more
         patch.setattr(os, "preadv", fail_with(errno.EIO))
         with pytest.raises(TierError, match=r"Reading master.*from .* failed: .*\(EIO\)"):
@@ -413,11 +413,11 @@ def test_a_failed_write_is_told_and_loses_nothing(store, monkeypatch, code):
 def test_a_write_whose_surroundings_cannot_be_read_loses_nothing(store, monkeypatch):
     record = store.reserve(2 * PAGE_BYTES, "r")
     old, new = noise(record.nbytes, 1), noise(10, 2)
-    store.put(record, old).wait()
+    store.put(record, old).block_host()
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail_with(errno.EIO))
         with pytest.raises(TierError, match="kept in memory"):
-            store.put(record, new, 50).wait()
+            store.put(record, new, 50).block_host()
     expected = old.clone()
     expected[50:60] = new
     assert torch.equal(content(store, record), expected)
@@ -434,19 +434,19 @@ def test_one_of_many_blocks_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", write)
     with pytest.raises(TierError, match=r"r \(bytes 28672 to 32768\) to .* on rank 3 failed"):
-        store.put(record, source).wait()
+        store.put(record, source).block_host()
     assert torch.equal(content(store, record), source)
     store.close()
 
 
 def test_a_file_that_ends_early_or_takes_nothing_is_an_error(store, monkeypatch):
     record = store.reserve(PAGE_BYTES, "r")
-    store.put(record, noise(PAGE_BYTES)).wait()
+    store.put(record, noise(PAGE_BYTES)).block_host()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", lambda *_: 0)
         with pytest.raises(TierError, match="nothing more could be written"):
-            store.put(record, noise(PAGE_BYTES)).wait()
-    store.put(record, noise(PAGE_BYTES)).wait()
+            store.put(record, noise(PAGE_BYTES)).block_host()
+    store.put(record, noise(PAGE_BYTES)).block_host()
     os.ftruncate(store._file, 0)
     with pytest.raises(TierError, match="the file ended early"):
         content(store, record)
@@ -467,8 +467,8 @@ def test_a_checksum_finds_a_flipped_bit(tmp_path):
     first = store.reserve(100, "first")
     record = store.reserve(3 * size + 10, "second moment of 'h.1'")
     source = noise(record.nbytes)
-    store.put(record, source).wait()
-    store.put(record, source[: size + 9], 0).wait()  # a part of a block is checked as well
+    store.put(record, source).block_host()
+    store.put(record, source[: size + 9], 0).block_host()  # a part of a block is checked as well
     _flip(store, record.offset + size + 5000)
     for start, nbytes in ((0, record.nbytes), (size + 100_000, 10), (size - 1, 2)):
         with pytest.raises(TierError, match=r"second moment of 'h.1' .* checksum"):
@@ -476,8 +476,8 @@ def test_a_checksum_finds_a_flipped_bit(tmp_path):
     assert torch.equal(content(store, record, 0, size), source[:size])
     assert torch.equal(content(store, record, 2 * size), source[2 * size :])
     with pytest.raises(TierError, match="kept in memory"):  # its other bytes are not to be trusted
-        store.put(record, source[:10], size + 7).wait()
-    store.put(record, source[size : 2 * size], size).wait()
+        store.put(record, source[:10], size + 7).block_host()
+    store.put(record, source[size : 2 * size], size).block_host()
     assert torch.equal(content(store, record), source)
     assert not content(store, first).any()
     store.close()
@@ -593,7 +593,7 @@ def test_a_dropped_store_goes_after_its_moves_and_tickets_keep_no_memory(tmp_pat
     record, source = store.reserve(8 << 20, "r"), noise(8 << 20)
     ticket, memory = store.put(record, source), weakref.ref(source)
     del store, source
-    ticket.wait()
+    ticket.block_host()
     deadline = time.monotonic() + 5
     while (folders(tmp_path) or memory() is not None) and time.monotonic() < deadline:
         gc.collect()
@@ -606,7 +606,7 @@ def test_two_stores_on_one_path_do_not_touch_each_other(tmp_path):
     first, second = (NvmeStore(str(tmp_path), rank=rank) for rank in (0, 1))
     records = [store.reserve(PAGE_BYTES, "r") for store in (first, second)]
     for index, store in enumerate((first, second)):
-        store.put(records[index], noise(PAGE_BYTES, index)).wait()
+        store.put(records[index], noise(PAGE_BYTES, index)).block_host()
     NvmeStore(str(tmp_path), rank=2).close()
     assert run(["doctor", str(tmp_path), "--clean"]) == 0
     assert len(folders(tmp_path)) == 2
@@ -674,7 +674,7 @@ def _become_a_job(paths: list[Path], ready: int) -> None:
         stores = [NvmeStore(str(path), rank=0) for path in paths]
         for store in stores:
             record = store.reserve(1 << 20, "r")
-            store.put(record, torch.frombuffer(bytearray(1 << 20), dtype=torch.uint8)).wait()
+            store.put(record, torch.frombuffer(bytearray(1 << 20), dtype=torch.uint8)).block_host()
         child = os.fork()
         if child:
             os.write(ready, str(child).encode())
@@ -721,7 +721,7 @@ def _open_files(pid: int) -> list[str]:
 def test_a_forked_child_leaves_everything_to_its_parent(tmp_path):
     store = NvmeStore(str(tmp_path), rank=0)
     record = store.reserve(PAGE_BYTES, "r")
-    store.put(record, noise(PAGE_BYTES)).wait()
+    store.put(record, noise(PAGE_BYTES)).block_host()
     owner = os.getpid()
     child = os.fork()
     if child == 0:
@@ -768,7 +768,7 @@ def test_memory_is_not_taken_for_a_disk():
     with contextlib.closing(store):
         assert not store.direct
         record = store.reserve(3 * PAGE_BYTES + 1, "r")
-        store.put(record, noise(record.nbytes)).wait()
+        store.put(record, noise(record.nbytes)).block_host()
         assert torch.equal(content(store, record), noise(record.nbytes))
 
 

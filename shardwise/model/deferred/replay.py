@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import UsageError
+from shardwise.device.abilities import forked_random
 from shardwise.model.deferred.history import Layout, Lost, Op, Ref
 from shardwise.model.deferred.lookup import require
 from shardwise.model.deferred.operators import leaves, map_leaves, plain_torch, tensors_in
@@ -29,10 +30,8 @@ def materialize(
     """
     with plain_torch():
         found = require(tensor)
-        target = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        others = [] if target.type == "cpu" else [target.index]
-        kind = target.type if others else "cuda"
-        with torch.random.fork_rng(others, device_type=kind):
+        target = torch.empty(0, device=device).device  # a type alone gets the current index
+        with forked_random(target):
             values = _Replay(target, seed, allocate).run(found.ref)
         return values.to(tensor.dtype)
 

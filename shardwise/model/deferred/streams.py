@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.device.abilities import seed_random
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -27,11 +29,7 @@ class Stream:
             base: replaces the stream's own base, unless that is pinned.
         """
         seed = mix(self.base if self.pinned or base is None else base, self.index)
-        torch.default_generator.manual_seed(seed)
-        if device.type != "cpu":
-            accelerator = torch.get_device_module(device)
-            with accelerator.device(device):
-                accelerator.manual_seed(seed)
+        seed_random(device, seed)
 
 
 class Streams:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.comm.lane import HostLane
 from shardwise.core.meter import THREAD, count_moved
-from shardwise.core.ticket import Ticket
+from shardwise.core.ticket import Chained, Ticket
+from shardwise.device import streams
+from shardwise.device.abilities import has_streams, separate_memory
 from shardwise.tier.memory import tensor_on
 from shardwise.tier.pool import PAGE_BYTES, Pool
 from shardwise.tier.store import Record, Store
@@ -47,10 +50,10 @@ class Home:
     """Rounded up to whole pages."""
     buffer: torch.UntypedStorage | None = None
     """Host memory that has the values, or into which they are being read."""
-    copied: torch.cuda.Event | None = None
-    """On CUDA: the end of the copy to the buffer."""
-    coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
-    """On CUDA, tier cpu: the values on their way back."""
+    copied: streams.Mark = None
+    """The end of the last copy from the device to the buffer, or back."""
+    coming: torch.Tensor | None = None
+    """Tier cpu: the values on their way back, which are there after ``copied``."""
     record: Record | None = None
     ticket: Ticket | None = None
     """For the last write or read."""
@@ -71,22 +74,23 @@ class Home:
 
 
 class _Copies:
-    """Copies between the device and host memory; on CUDA in a separate stream."""
+    """Copies between the device and host memory; on a device with streams on one of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._stream = streams.side_stream(device) if has_streams(device) else None
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
-        """Copies; ``target`` has the values after the event, or at once if there is none."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> streams.Mark:
+        """Copies; ``target`` has the values after the mark."""
         if self._stream is None:
             target.copy_(source)
             return None
-        on_device = source if source.is_cuda else target
-        self._stream.wait_stream(torch.cuda.current_stream(on_device.device))
-        with torch.cuda.stream(self._stream):
+        begun = streams.mark(self._device)
+        with streams.on_stream(self._stream):
+            streams.order_after(begun)
             target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+            done = streams.mark(self._device)
+        on_device = target if separate_memory(target.device) else source
         on_device.record_stream(self._stream)  # it may be freed before the copy is over
         return done
 
@@ -97,6 +101,7 @@ class OnDisk:
     def __init__(self, store: Store, pool: Pool, device: torch.device, moved: Moved) -> None:
         self._store, self._device, self._moved = store, device, moved
         self._pool, self._copies = pool, _Copies(device)
+        self._lane = HostLane("inputs")
         self._idle: dict[int, list[Record]] = defaultdict(list)
         """Free records for reuse, by size."""
 
@@ -113,18 +118,26 @@ class OnDisk:
         return home
 
     def write(self, home: Home) -> None:
-        """Starts to write an input from its buffer."""
-        assert home.buffer is not None
-        assert home.record is not None
-        if home.copied is not None:
-            home.copied.synchronize()
-        home.ticket = self._store.put(home.record, _bytes(home.buffer))
+        """Starts to write an input from its buffer, once the copy from the device is over."""
+        writing: list[Ticket] = []
+
+        def write() -> None:
+            assert home.buffer is not None
+            assert home.record is not None
+            streams.block_host_until(home.copied)
+            writing.append(self._store.put(home.record, _bytes(home.buffer)))
+
+        if home.copied is None:
+            write()
+            home.ticket = writing[0]
+        else:
+            home.ticket = Chained(self._lane.submit(write, self._device), writing)
         self._moved.out_bytes += home.nbytes
 
     def empty(self, home: Home) -> None:
         """Returns the buffer of an input when it is written."""
         if home.ticket is not None:
-            home.ticket.wait()
+            home.ticket.block_host()
         self._drop(home)
 
     def fetch(self, home: Home, *, late: bool) -> None:
@@ -142,15 +155,14 @@ class OnDisk:
         assert home.buffer is not None
         if home.reading and home.ticket is not None:
             start = time.perf_counter()
-            home.ticket.wait()
+            home.ticket.block_host()
             waited = time.perf_counter() - start
             self._moved.waited_s += waited
             self._moved.late_reads += home.late or waited > _LATE_S
             home.ticket, home.reading = None, False
         values = home.empty(self._device)
-        arrived = self._copies.copy(home.view(home.buffer), values)
-        if arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrived)
+        home.copied = self._copies.copy(home.view(home.buffer), values)
+        streams.order_after(home.copied)
         if gives_back:
             self._drop(home)
         return values
@@ -159,7 +171,7 @@ class OnDisk:
         """Nobody needs an input any more: its record and memory can be reused."""
         if home.ticket is not None:
             with contextlib.suppress(Exception):  # nobody needs the result
-                home.ticket.wait()
+                home.ticket.block_host()
         self._drop(home)
         if home.record is not None:
             self._idle[home.nbytes].append(home.record)
@@ -178,12 +190,11 @@ class OnDisk:
         buffer, home.buffer = home.buffer, None
         home.ticket, home.reading = None, False
         if buffer is not None:
-            _order_after(home)
-            self._pool.give(buffer)
+            self._pool.give(buffer, last_use=home.copied)
 
 
 class OnHost:
-    """Inputs of a model on CUDA in pinned host memory."""
+    """Inputs of a model on a device in pinned host memory."""
 
     def __init__(self, pool: Pool, device: torch.device, moved: Moved) -> None:
         self._device, self._moved = device, moved
@@ -208,10 +219,8 @@ class OnHost:
         if home.coming is None:
             assert home.buffer is not None
             home.late = late
-            values = home.empty(self._device)
-            arrived = self._copies.copy(home.view(home.buffer), values)
-            assert arrived is not None
-            home.coming = values, arrived
+            home.coming = home.empty(self._device)
+            home.copied = self._copies.copy(home.view(home.buffer), home.coming)
             count_moved(THREAD.meter, home.nbytes, writes=False)
             self._moved.num_reads += 1
             self._moved.in_bytes += home.nbytes
@@ -219,30 +228,21 @@ class OnHost:
     def take(self, home: Home, *, gives_back: bool) -> torch.Tensor:
         """The values; others that need them too get a copy, as a unit may write into its input."""
         assert home.coming is not None
-        values, arrived = home.coming
-        self._moved.late_reads += home.late or not arrived.query()
-        torch.cuda.current_stream(self._device).wait_event(arrived)
+        values = home.coming
+        self._moved.late_reads += home.late or not streams.has_passed(home.copied)
+        streams.order_after(home.copied)
         if not gives_back:
             return values.clone(memory_format=torch.preserve_format)
         home.coming = None
         return values
 
     def release(self, home: Home) -> None:
-        _order_after(home)
         if home.buffer is not None:
-            self._pool.give(home.buffer)
+            self._pool.give(home.buffer, last_use=home.copied)
         home.buffer = home.coming = None
 
     def close(self) -> None:
         pass
-
-
-def _order_after(home: Home) -> None:
-    """On CUDA: the current stream waits for copies from and to a buffer that is given back."""
-    copies = (home.copied, home.coming[1] if home.coming else None)
-    for event in copies:
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.errors import UsageError
+from shardwise.device.abilities import separate_memory
 from shardwise.runtime.activations.homes import Moved, OnDisk, OnHost
 from shardwise.runtime.activations.offload import Offload
 from shardwise.runtime.forward import in_autograd
@@ -251,10 +252,10 @@ class Activations:
         self._setting = setting
         self._inside = self._warned = False
         self._offload: Offload | None = None
-        pool = pool or Pool(torch.device("cpu"), pinned=device.type == "cuda")
+        pool = pool or Pool(torch.device("cpu"), beside=device)
         if store is not None:
             self._offload = Offload(OnDisk(store, pool, device, self.moved), runtime)
-        elif setting == "cpu" and device.type == "cuda":  # on CPU host memory is the device
+        elif setting == "cpu" and separate_memory(device):
             self._offload = Offload(OnHost(pool, device, self.moved), runtime)
 
     @property

@@ -39,7 +39,7 @@ class StatesAtRest:
         start = slot.segment.start - slot.flat.optim_at.start
         for key in self.tensors[slot]:
             loan = self.rests[slot.flat][key].lend(start, start + slot.segment.numel)
-            state[key] = loan.wait().clone()
+            state[key] = loan.arrived().clone()
             loan.give_back(changed=False)
         return state
 

@@ -1,7 +1,7 @@
 """Which optimizers can run on shards, and which of torch's kernels they use."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
+from shardwise.device.abilities import HOST
 
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop",
@@ -65,6 +66,26 @@ def fused_options(
     return {"fused": True}
 
 
+def place_counters(
+    group: dict[str, Any], parts: Sequence[torch.Tensor], states: Mapping[Any, dict[str, Any]]
+) -> None:
+    """Puts step counters where the group's kernels expect them: torch's fused and capturable ones
+    count on the device of the shard, and a counter that was loaded may be anywhere.
+
+    Others keep them as they are, as torch does; a counter on another device than the CPU or the
+    shard's would not do.
+    """
+    for part in parts:
+        state = states.get(part, {})
+        step = state.get("step")
+        if not isinstance(step, torch.Tensor) or step.device == part.device:
+            continue
+        if group.get("fused") or group.get("capturable"):
+            state["step"] = step.to(part.device, torch.float32)
+        elif step.device != HOST:
+            state["step"] = step.to(HOST)
+
+
 def step_on(optimizer: Optimizer, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
     """Runs the optimizer's step with pieces in its groups, without any hooks."""
     saved = []
@@ -74,6 +95,7 @@ def step_on(optimizer: Optimizer, pieces: dict[nn.Parameter, nn.Parameter]) -> N
         before = {key: group[key] for key in ("params", *options)}
         saved.append((group, before))
         group.update(options, params=chosen)
+        place_counters(group, chosen, optimizer.state)
     try:
         with torch.no_grad():
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
+from shardwise.device.abilities import HOST
 from shardwise.runtime.optimizer.windows import WindowedUpdate
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
@@ -20,6 +21,7 @@ from shardwise.runtime.surface.face import (
     tile_state,
     whole_state,
 )
+from shardwise.tier.rest import PartOf, Resident
 
 _NOTE = "shardwise"
 
@@ -67,6 +69,7 @@ class States:
     def _cut(self, slot: ParamSlot, state: State) -> State:
         """A shard's state, cut from the whole parameter's or copied from the same shard's."""
         shape, part_shape = tuple(slot.face.parameter.shape), slot.part_shape
+        rests_on = self._device_of(slot)
 
         def cut(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -78,13 +81,16 @@ class States:
                     "the model without deferred_init."
                 )
             value = value.detach()
+            if key == "step" and value.dim() == 0:
+                return value.clone()  # see place_counters
             if tuple(value.shape) == shape:
                 # As torch does on loading: states have their parameter's dtype, except "step".
                 like_part = value.is_floating_point() and key != "step"
                 dtype = slot.flat.dtypes.master if like_part else value.dtype
-                return value.reshape(-1)[slot.own].reshape(part_shape).to(dtype, copy=True)
+                own = value.reshape(-1)[slot.own].reshape(part_shape)
+                return own.to(rests_on, dtype, copy=True)
             if value.dim() == 0 or value.shape == part_shape:
-                return value.clone()
+                return value.to(rests_on, copy=True) if value.dim() else value.clone()
             raise UsageError(
                 f"State '{key}' of '{slot.name}' has shape {tuple(value.shape)}, which is neither "
                 f"the parameter's {shape} nor that of this rank's shard ({slot.segment.numel} "
@@ -92,6 +98,14 @@ class States:
             )
 
         return {key: cut(key, value) for key, value in state.items()}
+
+    def _device_of(self, slot: ParamSlot) -> torch.device:
+        """Where the states of a shard are between steps, whatever device they were loaded to."""
+        if self._windows.covers(slot):
+            return HOST  # on their way to the tier
+        master = slot.flat.params.master
+        assert isinstance(master, Resident | PartOf)
+        return master.tensor.device
 
     def state_of(self, slot: ParamSlot) -> State:
         """The state of this rank's shard of a parameter, wherever it rests."""

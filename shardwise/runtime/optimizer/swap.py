@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.runtime.optimizer.kinds import fused_options
+from shardwise.runtime.optimizer.kinds import fused_options, place_counters
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import Face, show_state, tile_state
@@ -50,6 +50,7 @@ class Swap:
             changed = fused_options(group, parts, states)
             self._swapped.append((group, {key: group[key] for key in changed}))
             group.update(changed, params=parts)
+            place_counters(group, parts, state)
 
     def take_out(self) -> None:
         """Undoes ``put_in``: groups list parameters again, and states belong to them."""

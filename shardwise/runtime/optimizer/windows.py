@@ -24,11 +24,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.lane import HOST, wait_on_host
+from shardwise.comm.lane import HOST
 from shardwise.core.errors import UsageError
 from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.trace import span
+from shardwise.device.host import host_update
 from shardwise.plans.ops import Op
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.optimizer.at_rest import StatesAtRest, is_per_element
@@ -129,7 +130,7 @@ class WindowedUpdate:
             windows = list(self._windows([unit]))
             if windows:
                 windows[0].lend_states(self.states)  # states need not wait for gradients
-            wait_on_host(reduced, device)
+            reduced.block_host()
             if windows:
                 windows[0].lend_grad()
             for window, following in zip_longest(windows, windows[1:]):
@@ -191,12 +192,12 @@ class WindowedUpdate:
         """The optimizer's own step, on the pieces of a window."""
         assert window.master is not None
         assert window.grad is not None
-        master, grad = window.master.wait(), window.grad.wait()
+        master, grad = window.master.arrived(), window.grad.arrived()
         if window.flat.grads.factor != 1.0:
             grad = grad.mul_(window.flat.grads.factor)  # the stored sum stays
         grad = grad.to(master.device)
         for loan in window.states.values():
-            loan.wait()
+            loan.arrived()
         pieces = {}
         for slot in window.slots:
             piece = nn.Parameter(window.of(slot, master))
@@ -205,7 +206,8 @@ class WindowedUpdate:
             if slot in self._before:
                 self._optimizer.state[piece] = self._state_of_piece(window, slot)
         if pieces:
-            step_on(self._optimizer, pieces)
+            with host_update(self._runtime.grid.device):
+                step_on(self._optimizer, pieces)
         is_first = any(slot not in self._before for slot in window.slots)
         for slot in window.slots:
             self._keep(window, slot, self._optimizer.state.pop(pieces[slot.face.parameter], {}))

@@ -59,16 +59,13 @@ def _fill(runtime: Runtime, face: TiledFace) -> None:
 
 def _write_back(runtime: Runtime, units: list[Unit]) -> None:
     """All ranks take rank 0's values."""
-    runtime.grid.drain()
+    runtime.grid.block_host_until_idle()
     with torch.no_grad():
         for unit in units:
             for slot in unit.slots:
                 value = slot.rows_of(slot.face.parameter.detach())
-                if value.device.type == "cpu":
-                    value = value.contiguous()
-                    runtime.grid.control.broadcast(value)
-                else:
-                    dist.broadcast(value, src=0)
+                value = value.contiguous()
+                runtime.grid.broadcast(value)
                 _take(slot, value)
                 if unit.travels:
                     continue
@@ -140,7 +137,7 @@ def collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot,
         rest, rung = (flat.params.shard, unit.rungs.params)
         if flat.params.master is not None:
             unit.settle()
-            runtime.grid.drain()
+            runtime.grid.block_host_until_idle()
             rest, rung = flat.params.master, unit.rungs.optim
         with rest.use() as part:
             whole = _gather_whole(runtime, unit, flat, part, rung)
@@ -168,7 +165,7 @@ def _gather_whole(
             link.gather(whole[flat.interval(hop.step).relative_to(0)], key)
             link.finish()
 
-    runtime.grid.gathers.submit(work).wait()
+    runtime.grid.gathers.submit(work).order_stream()
     return whole
 
 

@@ -1,0 +1,103 @@
+// What Python sees of the simulated device.
+#include <torch/extension.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "ops.h"
+
+namespace sim {
+c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
+}
+namespace {
+namespace py = pybind11;
+using namespace sim;
+
+struct Knowledge {  // what one thread of the host knows, on its way to another
+  Clock clock;
+};
+
+// A Python function on the current stream, as one launch: f(views of reads, views of writes).
+void launch(const std::string& what, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes,
+            py::object f) {
+  std::vector<Use> uses;
+  std::vector<at::Tensor> r, w;
+  int device = -1;
+  auto take = [&](const at::Tensor& t, bool read) {
+    TORCH_CHECK(on_sim(t) || is_pinned(t.storage().data()), what, ": a tensor is not on the simulated device");
+    if (on_sim(t)) {
+      TORCH_CHECK(device < 0 || device == t.device().index(), what, ": tensors are on several devices");
+      device = t.device().index();
+    }
+    uses.push_back(use_of(t, read, !read, what));
+    (read ? r : w).push_back(stream_view(t));
+  };
+  for (auto& t : reads) take(t, true);
+  for (auto& t : writes) take(t, false);
+  auto held = std::shared_ptr<py::object>(new py::object(std::move(f)), [](py::object* o) {
+    if (!Py_IsInitialized() || world().ending) return;  // the interpreter is leaving: so does the object
+    py::gil_scoped_acquire gil;
+    delete o;
+  });
+  py::gil_scoped_release released;
+  Stream& on = current_stream(device < 0 ? current_device() : device);
+  for (auto& t : reads)
+    if (!on_sim(t)) use_pinned(t.storage().data(), on);
+  for (auto& t : writes)
+    if (!on_sim(t)) use_pinned(t.storage().data(), on);
+  enqueue(on, what, uses, [held, r, w] {
+    if (world().ending) return;
+    py::gil_scoped_acquire gil;
+    (*held)(r, w);
+  });
+}
+
+py::dict statistics() {
+  Lock lock(world().mutex);
+  auto& c = world().counters;
+  auto& p = pinned_stats();
+  py::dict d;
+  d["launches"] = c.launches;
+  d["launches_by_name"] = c.launches_by_name;
+  d["host_waits"] = c.host_waits;
+  d["without_shape"] = c.without_shape;
+  d["races"] = c.races;
+  d["pinned"] = p.allocated;
+  d["pinned_peak"] = p.peak;
+  d["pinned_reserved"] = p.reserved;
+  d["streams"] = world().streams.size();
+  return d;
+}
+
+void clear() {
+  Lock lock(world().mutex);
+  world().counters = {};
+  pinned_stats().peak = pinned_stats().allocated;
+}
+
+void delay(const std::string& slow, int microseconds, unsigned seed) {
+  Lock lock(world().mutex);
+  world().delays = {slow, microseconds, seed};
+  for (auto& s : world().streams) s->dice.seed(seed + s->number);
+}
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::class_<Knowledge>(m, "Knowledge");
+  m.def("launch", &launch);
+  m.def("statistics", &statistics);
+  m.def("clear", &clear);
+  m.def("delay", &delay);
+  m.def("set_device_count", [](int n) {
+    TORCH_CHECK(0 < n && n <= kMostDevices, "the simulation has at most ", kMostDevices, " devices");
+    world().device_count = n;
+  });
+  m.def("set_memory_limit", &set_memory_limit);
+  m.def("ever_used", &ever_used);
+  m.def("default_generator", &default_generator);
+  m.def("priority", [](int device, int64_t id) { return stream(device, int(id)).priority; });
+  m.def("knowledge", [] { return Knowledge{knowledge()}; });
+  m.def("learn", [](const Knowledge& k) { learn(k.clock); });
+  m.def("begin_thread", [](const Knowledge& k) { begin_thread(k.clock); });
+  m.def("make_collectives", &make_collectives);
+  m.def("after_fork", &after_fork);
+  m.def("end", &end_world, py::call_guard<py::gil_scoped_release>());
+}
