@@ -139,8 +139,7 @@ def _build(
     device: torch.device,
 ) -> Runtime:
     """Checks the plan on this grid and moves the model's values into shards; collective."""
-    if not separate_memory(device):
-        plan = plan.without_accelerator()
+    plan = plan.on_accelerator() if separate_memory(device) else plan.without_accelerator()
     place = find_place(levels, device)
     members = find_units(model, plan, place.topology)
     spec = spec_of(members, place.world)

@@ -143,8 +143,8 @@ def simulate(
     _check_counts(micro_batch=micro_batch, accumulate=accumulate, seq=seq)
     facts, described = _facts(model, run), load_cluster(cluster)
     chosen = with_precision(load_plan(plan), described, dtype)
-    if not described.device.is_accelerator:
-        chosen = chosen.without_accelerator()
+    accelerated = described.device.is_accelerator
+    chosen = chosen.on_accelerator() if accelerated else chosen.without_accelerator()
     topology = described.topology
     check(chosen, topology)
     spec = facts.spec(chosen, topology)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.errors import SyncError
+from shardwise.device.choice import host_backend
 
 _GRACE_S = 3.0
 
@@ -20,7 +21,7 @@ class Control:
         self._broken: SyncError | None = None
         if world > 1:
             limit = timedelta(seconds=limit_s)
-            self._group = dist.new_group(backend="gloo", timeout=limit)
+            self._group = dist.new_group(backend=host_backend(), timeout=limit)
             self._name = f"shardwise/{self._group.group_name}"
 
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:

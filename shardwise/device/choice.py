@@ -84,6 +84,17 @@ def collective_backend(device: torch.device) -> str:
         ) from None
 
 
+def host_backend() -> str:
+    """The backend of a group for exchanges between hosts.
+
+    If the default group is bound to a device (``device_id``), torch asks every group for a backend
+    of that device, so that the host's must be named for both.
+    """
+    host, everyone = collective_backend(HOST), dist.group.WORLD
+    bound = None if everyone is None else everyone.bound_device_id
+    return host if bound is None else f"{HOST.type}:{host},{bound.type}:{host}"
+
+
 def process_group_options(device: torch.device) -> dict[str, Any]:
     """How to call ``init_process_group``: with a backend for the device, and one for the host."""
     host = collective_backend(HOST)

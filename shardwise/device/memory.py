@@ -59,6 +59,17 @@ def pinned_memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
 
 
+def refuse_access(storage: torch.UntypedStorage, reason: str) -> None:
+    """Makes every access to a storage's memory raise, if this build of torch can do that.
+
+    The ban goes wherever the storage's (missing) memory is swapped to, and ends when memory that is
+    not banned is swapped in.
+    """
+    refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if refuse is not None:
+        refuse(storage._cdata, reason)
+
+
 def _runtime(device: torch.device) -> Any:
     """The device's runtime library, if it can pin existing memory."""
     offered = getattr(torch.get_device_module(device), "cudart", None)

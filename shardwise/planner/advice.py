@@ -166,7 +166,11 @@ def _presets(request: Request, batch: Batch) -> tuple[dict[str, Candidate], dict
     found: dict[str, Candidate] = {}
     left_out: dict[str, str] = {}
     for name, preset in PRESETS.items():
-        plan = replace(preset(), precision=request.precision)
+        plan = replace(
+            preset(),
+            precision=request.precision,
+            separate_memory=request.cluster.device.is_accelerator,
+        )
         reasons = violations(plan, topology)
         if plan.rests_on("nvme"):
             plan = replace(plan, tiers=replace(plan.tiers, path=request.path))

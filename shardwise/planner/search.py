@@ -224,7 +224,11 @@ class Space:
         for batch in request.cuts:
             accumulates = batch.accumulate > 1
             for partitioning in partitionings(self._topology, accumulates=accumulates):
-                base = replace(partitioning, precision=request.precision)
+                base = replace(
+                    partitioning,
+                    precision=request.precision,
+                    separate_memory=request.cluster.device.is_accelerator,
+                )
                 for plan in self._kept_until(base, accumulates=accumulates):
                     for setting in activation_settings(request.cluster, request.path):
                         yield replace(plan, activations=setting), batch

@@ -187,6 +187,8 @@ def dump_plan(plan: Plan) -> str:
     default = Plan()
     table: dict[str, Any] = {}
     for field in fields(Plan):
+        if field.name == "separate_memory":
+            continue  # of the device that it was placed on, not of the plan
         value = getattr(plan, field.name)
         if field.name in STATES or value != getattr(default, field.name):
             table[field.name] = _plain(value)

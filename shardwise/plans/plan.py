@@ -201,6 +201,9 @@ class Plan:
     """Automatically found units with fewer parameters stay in the root unit."""
     overrides: tuple[Override, ...] = ()
     """Later overrides win over earlier ones."""
+    separate_memory: bool = False
+    """Whether the device's memory is not the host's. No setting: plan files do not have it, and
+    whatever places a plan on a device sets it (``on_accelerator``, ``without_accelerator``)."""
 
     def for_unit(self, unit: str) -> "Plan":
         """This plan with the overrides that match a unit; a tile has those of its unit."""
@@ -222,6 +225,14 @@ class Plan:
         states = (self.optim, self.grads, self.params)
         return next((state.tier for state in states if state.tier != "device"), None)
 
+    def on_accelerator(self) -> "Plan":
+        """The same plan where the device's memory is not the host's.
+
+        >>> Plan().on_accelerator().separate_memory
+        True
+        """
+        return replace(self, separate_memory=True)
+
     def without_accelerator(self) -> "Plan":
         """The same plan where the device's memory is the host's, so that tier cpu is the device.
 
@@ -242,6 +253,7 @@ class Plan:
             **merged(self),
             overrides=tuple(replace(override, **merged(override)) for override in self.overrides),
             activations="recompute" if self.activations == "cpu" else self.activations,
+            separate_memory=False,
         )
         if self.streams_updates() and not plan.streams_updates():
             plan = replace(plan, tiers=replace(plan.tiers, update="step"))
@@ -306,10 +318,14 @@ def has_master(plan: Plan, rungs: Rungs, dtype: str) -> bool:
     """Whether the optimizer updates a copy of its own rather than P's memory.
 
     It needs one where the dtypes differ, and where the refresh is lossy: then P holds decoded
-    values on all ranks, the sender included, so that replicas hold equal bits.
+    values on all ranks, the sender included, so that replicas hold equal bits. It also needs one
+    where the update does not run in the memory that P rests in: on a device or on its host.
     """
     precision = plan.precision
     if precision.master_dtype(dtype) != precision.compute_dtype(dtype):
+        return True
+    on_device = [state.tier == "device" for state in (plan.params, plan.optim)]
+    if plan.separate_memory and on_device[0] != on_device[1]:
         return True
     climb = rungs.ladder.steps[rungs.params : rungs.optim]
     return any(format_of(plan.optim.wire, step, dtype) for step in climb if step.size > 1)

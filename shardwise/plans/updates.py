@@ -58,7 +58,7 @@ def _moves(unit: Placed, flat: FlatSpec, optim_words: int) -> Iterable[Move]:
     yield Move("nvme", reads=word if grads == "nvme" else 0)
     written = own if not separate else copied_out
     if params == "device":
-        yield Move("cpu", reads=own)
+        yield Move("cpu", reads=written)
     elif params == "nvme":
         yield Move("nvme", reads=0 if separate else own, writes=written)
 

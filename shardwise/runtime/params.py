@@ -43,8 +43,7 @@ class ParamMemory:
 
     def view(self, slot: Slot) -> torch.Tensor:
         """A parameter's place in the full buffer."""
-        place: torch.Tensor = self.full.tensor[slot.interval.relative_to(0)]
-        return place.view(slot.param.shape)
+        return self.full.view(slot.interval.relative_to(0), slot.param.shape)
 
     # --- verbs --------------------------------------------------------------------------------
 

@@ -8,20 +8,33 @@ swapped in, the storage points to a region that reads as NaN in every float form
 shows NaN instead of another tensor's values, and never crashes.
 
 ``UntypedStorage._swap_data_ptr_`` is private to torch and used only here.
+
+[Note: Resting on a device]
+Addresses cannot be mapped repeatedly through torch's allocators of devices, so there a resting
+storage has no bytes. Torch makes no views of such a storage, which is why they are made while it
+has memory. An access through a stale alias raises where torch offers a way to say so (builds with
+CUDA or ROCm), and is an illegal access for the device elsewhere; it never reads other values.
 """
 
 import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shardwise.device.abilities import separate_memory
+from shardwise.device.memory import refuse_access
 from shardwise.tier.pool import Pool
 
 _TILE_BYTES = 1 << 21
+_STALE = (
+    "This tensor shares memory with a sharded parameter that is not gathered now; read the "
+    "parameter itself, inside shardwise.full_params(model), and clone what must outlive it."
+)
 
 
 def tensor_on(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,13 +49,14 @@ class SwappedBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: Pool) -> None:
         self._pool = pool
         self._nbytes = numel * dtype.itemsize
+        self._vanishes = separate_memory(device)
+        """Whether it has no memory at all while it rests: see [Note: Resting on a device]."""
         self._storage: Any = _resting_storage(self._nbytes, device)  # its swap is private to torch
         self._lent: torch.UntypedStorage | None = None
         self.filled = False
         """Whether there is memory under it."""
-        self.tensor = torch.empty(0, dtype=dtype, device=device).set_(
-            self._storage, 0, (numel,), (1,)
-        )
+        with self._memory():
+            self.tensor = tensor_on(self._storage, numel, dtype)
 
     def fill(self) -> None:
         """Swap in memory, with arbitrary contents."""
@@ -52,16 +66,35 @@ class SwappedBuffer:
             self.filled = True
 
     def drop(self) -> None:
-        """Swap the memory out; the tensor then reads as NaN."""
+        """Swap the memory out; the tensor then reads as NaN, or raises."""
         if self._lent is not None:
             self._storage._swap_data_ptr_(self._lent)
             self._pool.give(self._lent)
             self._lent, self.filled = None, False
 
+    def view(self, place: slice, shape: tuple[int, ...]) -> torch.Tensor:
+        """A lasting view of some elements, whether or not there is memory now."""
+        with self._memory():
+            return self.tensor[place].view(shape)
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Inside, there is memory: torch does not make views of a storage without any."""
+        comes = self._vanishes and not self.filled
+        if comes:
+            self.fill()
+        try:
+            yield
+        finally:
+            if comes:
+                self.drop()
+
 
 def _resting_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     if separate_memory(device):
-        return torch.UntypedStorage(0, device=device)
+        storage = torch.UntypedStorage(0, device=device)
+        refuse_access(storage, _STALE)
+        return storage
     return torch.frombuffer(_nan_region(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
 
 

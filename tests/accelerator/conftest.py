@@ -5,6 +5,9 @@ import pytest
 from tests.accelerator.accelerators import chosen, prepare
 from tests.harness import Workers
 
+collect_ignore = ["device"]
+"""Importing the simulated device makes it the accelerator of the process; only ranks do that."""
+
 
 def _pool(world: int):
     if reason := chosen().unavailable(world):

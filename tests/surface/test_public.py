@@ -83,7 +83,7 @@ def test_every_public_name_is_annotated(name):
 
 def test_shard_has_the_parameters_of_every_plan_only():
     assert list(inspect.signature(shardwise.shard).parameters) == [
-        "model", "optimizer", "plan", "levels", "elementwise", "timeout_s",
+        "model", "optimizer", "plan", "levels", "elementwise", "timeout_s", "device",
     ]  # fmt: skip
 
 

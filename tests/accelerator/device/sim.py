@@ -138,6 +138,7 @@ for _name, _value in _functions().items():
 torch._register_device_module("sim", module)
 sys.modules["torch.sim"] = module
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+torch._C._set_storage_data_ptr_access_error_msg = _device.refuse_access
 
 
 # --- what only a simulation can do ----------------------------------------------------------------

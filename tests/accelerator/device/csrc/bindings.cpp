@@ -98,6 +98,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("learn", [](const Knowledge& k) { learn(k.clock); });
   m.def("begin_thread", [](const Knowledge& k) { begin_thread(k.clock); });
   m.def("make_collectives", &make_collectives);
+  // As builds with CUDA have it: what it sets belongs to c10, not to CUDA.
+  m.def("refuse_access", [](size_t storage, const std::string& reason) {
+    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(reason);
+  });
   m.def("after_fork", &after_fork);
   m.def("end", &end_world, py::call_guard<py::gil_scoped_release>());
 }
