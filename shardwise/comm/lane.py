@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from shardwise.core.meter import THREAD, Meter, counting
-from shardwise.core.ticket import Ticket
+from shardwise.core.ticket import DONE, Ticket
 from shardwise.device import streams
 from shardwise.device.abilities import has_streams
 
@@ -128,18 +128,15 @@ class StreamLane:
 
 
 class InlineLane:
-    """A lane for a single rank: nothing travels, so work runs when it is submitted."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    """A lane for a single rank on CPU: nothing travels, so work runs when it is submitted."""
 
     def submit(self, work: Callable[[Early], None]) -> Ticket:
         with torch.no_grad():
             work(lambda: None)
-        return self.so_far()
+        return DONE
 
     def so_far(self) -> Ticket:
-        return _StreamTicket(streams.mark(self._device))
+        return DONE
 
     def close(self) -> None:
         pass
@@ -205,6 +202,8 @@ HOST = HostLane()
 
 def make_lane(name: str, device: torch.device, world: int) -> Lane:
     """A lane for the device."""
-    if world == 1:
-        return InlineLane(device)
-    return StreamLane(device) if has_streams(device) else ThreadLane(name)
+    if has_streams(device):
+        return StreamLane(
+            device
+        )  # a single rank as well: its states may be on their way from a tier
+    return InlineLane() if world == 1 else ThreadLane(name)

@@ -82,3 +82,31 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
             yield
         finally:
             torch.accelerator.set_stream(before)
+
+
+class Copies:
+    """Copies between a device and pinned memory of its host, on a stream of their own: compute and
+    collectives go on beside them. Without streams they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = side_stream(device) if has_streams(device) else None
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Mark:
+        """Copies what the current stream has made of ``source``; ``target`` has it after the mark.
+
+        Neither may be freed or change before that; a pool takes the mark as ``last_use``.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        begun = mark(self._device)
+        with on_stream(self._stream):
+            order_after(begun)
+            target.copy_(source, non_blocking=True)
+            return mark(self._device)
+
+    def keep_alive(self, tensor: torch.Tensor) -> None:
+        """A tensor of torch's allocator may be dropped now, although a copy still uses it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)

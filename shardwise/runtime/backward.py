@@ -125,6 +125,7 @@ class Backward:
         if not makes_graph:
             self._uses.forget_backward()
         self._issues.follow(self._issuer.end_backward())
+        runtime.pools.trim()
         grads.end_backward(runtime, dropped)
         runtime.accumulated = not self._sync
 

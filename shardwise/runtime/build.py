@@ -23,6 +23,7 @@ from shardwise.tier.memory import trim_heap
 from shardwise.tier.nvme import NvmeStore
 from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Disk, Homes
+from shardwise.tier.staging import Staging
 
 
 def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
@@ -33,17 +34,17 @@ def make_homes(plan: Plan, device: torch.device, rank: int) -> Homes:
         "cpu": Budget("cpu", tiers.cpu_bytes),
         "nvme": Budget("nvme", tiers.nvme_bytes),
     }
+    separate = separate_memory(device)
+    host = Pool(HOST, budgets["cpu" if separate else "device"], beside=device)
     if not plan.rests_on("nvme"):
-        return Homes(device, budgets)
+        return Homes(device, budgets, host)
     if not tiers.path:
         raise PlanError(
             f"Plan '{plan.name}' keeps states on tier nvme, but tiers.path is not set; set it to a "
             "folder on a fast disk with enough space."
         )
     store = NvmeStore(tiers.path, rank=rank, budget=budgets["nvme"], checksum=tiers.checksum)
-    if not separate_memory(device):
-        return Homes(device, budgets, Disk(store, Pool(HOST, budgets["device"])))
-    return Homes(device, budgets, Disk(store, Pool(HOST, budgets["cpu"], beside=device)))
+    return Homes(device, budgets, host, Disk(store, host))
 
 
 def build_runtime(
@@ -67,7 +68,8 @@ def _lay_out(
     homes: Homes,
 ) -> Runtime:
     buffers = homes.budgets["device"]
-    pools = Pools(Pool(grid.device, buffers), Pool(grid.device, buffers))
+    staging = Staging(grid.device, Pool(grid.device, buffers), homes.host)
+    pools = Pools(Pool(grid.device, buffers), Pool(grid.device, buffers), staging)
     resolved = [resolve(plan, grid.place.topology, unit.name) for unit in spec.units]
     carriers = Carriers(Carrier(grid.device), Carrier(grid.device), Outer(grid.outer, grid.device))
     grid.connect(

@@ -12,11 +12,13 @@ import torch
 from shardwise.core.layout import FlatSpec
 from shardwise.core.topology import Interval
 from shardwise.core.wire import Format
+from shardwise.device.abilities import separate_memory
 from shardwise.plans.ops import Hop
 from shardwise.plans.placed import updates_in_windows
 from shardwise.plans.plan import Plan, Rungs, has_master
 from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Homes, Rest
+from shardwise.tier.staging import Staging
 
 if TYPE_CHECKING:
     from shardwise.runtime.slot import ParamSlot
@@ -52,6 +54,15 @@ class Pools:
 
     params: Pool
     grads: Pool
+    staging: Staging
+    """For shards that rest on another tier than the device."""
+
+    def trim(self) -> None:
+        """Between passes: other allocations on a device may use the memory of idle buffers. On CPU
+        it stays, because fresh pages cost more than a device's cached ones."""
+        if separate_memory(self.staging.device):
+            for pool in (self.params, self.grads, self.staging.on_device):
+                pool.trim()
 
 
 class Flat:
@@ -79,6 +90,7 @@ class Flat:
         self.updates_in_windows = updates_in_windows(plan, rungs, spec.dtype)
         """Whether the optimizer works on borrowed slices, because some state rests on a tier."""
         self.window_numel = plan.tiers.window_numel
+        self.staging = pools.staging
         self._rank, self._homes, self.optim_tier = rank, homes, plan.optim.tier
         self.part_at = self.interval(rungs.params)
         """This rank's shard of P."""

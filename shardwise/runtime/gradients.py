@@ -14,7 +14,8 @@ from shardwise.plans.ops import Hop
 from shardwise.plans.plan import Plan
 from shardwise.tier.memory import tensor_on
 from shardwise.tier.pool import Pool, zeros
-from shardwise.tier.rest import Loan, Rest, on_device
+from shardwise.tier.rest import Rest
+from shardwise.tier.staging import Brought
 
 if TYPE_CHECKING:
     from shardwise.runtime.flat import Flat
@@ -58,20 +59,21 @@ class GradMemory:
         """What error feedback adds to the next gradients; see ``residual``."""
         self.closing: Ticket = DONE
         """For the work of the last reduction on the outer lane."""
-        self._open: Loan | None = None
-        """The memory that a reduction sums into, until it is written to its tier."""
-        self._sums: torch.Tensor | None = None
-        """The same values on the device, where hops use them."""
+        self._summing = False
+        """Whether that is the sum, and not what is held."""
+        self._open: Brought | None = None
+        """What a reduction sums into on the device, until it goes to its tier."""
 
     @property
     def is_resident(self) -> bool:
-        return self._tier != "nvme"
+        """Whether sums rest on the device; elsewhere norms are computed on their way there."""
+        return self._tier == "device"
 
     @property
     def _in_pieces(self) -> bool:
         """Whether sums are written to their tier piece by piece: with no hops, nothing needs them
         as a whole."""
-        return self._flat.rungs.bottom == 0 and not self.is_resident
+        return self._flat.rungs.bottom == 0 and self._tier == "nvme"
 
     # --- the full buffer ----------------------------------------------------------------------
 
@@ -99,9 +101,9 @@ class GradMemory:
         if self.held is None:
             numel = self._flat.interval(self._flat.rungs.grads).numel
             self.held = self._make("accumulated gradients", numel)
-        self._open = self.held.lend(0, self.held.numel, reads=adds)
-        with on_device(self._open.arrived(), self._flat.device) as held:
-            self._add_to_held(grad, legs, carrier, held, adds=adds)
+        self._summing = False
+        self._open = self._flat.staging.bring(self.held.whole(reads=adds), reads=adds)
+        self._add_to_held(grad, legs, carrier, self._open.tensor, adds=adds)
 
     def reduce(
         self,
@@ -141,9 +143,9 @@ class GradMemory:
 
     def replicate(self, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Replicas of an OS shard all-gather the sums that each computed."""
-        assert self._sums is not None
+        assert self._open is not None
         flat = self._flat
-        carrier.climb(flat, self._sums, flat.optim_at.start, legs, flat.dtypes.reduce)
+        carrier.climb(flat, self._open.tensor, flat.optim_at.start, legs, flat.dtypes.reduce)
 
     def store(self, outer: Outer | None) -> None:
         """Starts to write sums to their tier; with ``outer`` after that lane's work."""
@@ -164,24 +166,19 @@ class GradMemory:
 
     def _open_sums(self, *, adds: bool) -> torch.Tensor:
         """The summed gradient on the device; ``adds``: with its present values."""
-        self._open = self.make_sums().lend(0, self._flat.optim_at.numel, reads=adds)
-        rested = self._open.arrived()
+        self._summing = True
+        self._open = self._flat.staging.bring(self.make_sums().whole(reads=adds), reads=adds)
         if self.factor != 1.0:
-            rested.mul_(self.factor)
+            self._open.tensor.mul_(self.factor)
             self.factor = 1.0
-        self._sums = rested.to(self._flat.device, non_blocking=True)
-        return self._sums
+        return self._open.tensor
 
     def _close(self) -> None:
-        loan, sums = self._open, self._sums
-        self._open = self._sums = None
-        assert loan is not None
-        if sums is not None:
-            if not self.is_resident:
-                self._note_norms(sums, self._flat.optim_at)
-            if sums is not loan.tensor:
-                loan.tensor.copy_(sums)
-        loan.give_back(changed=True)
+        opened, self._open = self._open, None
+        assert opened is not None
+        if self._summing and not self.is_resident:
+            self._note_norms(opened.tensor, self._flat.optim_at)
+        opened.end(changed=True)
 
     def _add_to_held(
         self,
@@ -202,25 +199,21 @@ class GradMemory:
         """Adds the last micro-batch to the held gradients, and copies the sum back to ``grad``, so
         that it travels on in the reduce dtype. The held gradients are not read again."""
         assert self.held is not None
-        loan = self.held.lend(0, self.held.numel)
-        with on_device(loan.arrived(), self._flat.device) as held:
+        with self._flat.staging.use(self.held) as held:
             self._add_to_held(grad, legs, carrier, held, adds=True)
-            own = grad[self._flat.interval(self._flat.rungs.grads).relative_to(0)].copy_(held)
-        loan.give_back(changed=False)
-        return own
+            return grad[self._flat.interval(self._flat.rungs.grads).relative_to(0)].copy_(held)
 
     def _sum_in_pieces(self, grad: torch.Tensor, *, scale: float, adds: bool) -> None:
         sums, flat = self.make_sums(), self._flat
         for start in range(0, flat.spec.numel, flat.window_numel):
             place = Interval(start, min(start + flat.window_numel, flat.spec.numel))
             loan = sums.lend(place.start, place.stop, reads=adds)
-            piece = loan.arrived()
+            opened = flat.staging.bring(loan, reads=adds)
             if adds and self.factor != 1.0:
-                piece.mul_(self.factor)
-            own = grad[place.relative_to(0)].to(piece.device)
-            accumulate(own, piece, scale=scale, add=adds)
-            self._note_norms(piece, place)
-            loan.give_back(changed=True)
+                opened.tensor.mul_(self.factor)
+            accumulate(grad[place.relative_to(0)], opened.tensor, scale=scale, add=adds)
+            self._note_norms(opened.tensor, place)
+            opened.end(changed=True)
         self.factor = 1.0
 
     def _note_norms(self, sums: torch.Tensor, place: Interval) -> None:

@@ -13,7 +13,7 @@ from shardwise.plans.ops import Place
 from shardwise.plans.plan import Plan
 from shardwise.tier.memory import SwappedBuffer
 from shardwise.tier.pool import Pool
-from shardwise.tier.rest import Resident, Rest, Stored, on_device
+from shardwise.tier.rest import Resident, Rest, Stored
 
 if TYPE_CHECKING:
     from shardwise.runtime.flat import Flat
@@ -54,8 +54,7 @@ class ParamMemory:
             return DONE
         if isinstance(self.shard, Stored) and not separate_memory(self._flat.device):
             return self.shard.read_into(self.full.tensor)
-        with self.shard.use() as shard:
-            self.full.tensor.copy_(shard, non_blocking=True)
+        self._copy_shard(self.full.tensor)
         return DONE
 
     def gather(self, source: Place | None, legs: Sequence[Leg], carrier: Carrier) -> None:
@@ -65,9 +64,13 @@ class ParamMemory:
             assert self.kept is not None
             full[flat.interval(flat.rungs.keep).relative_to(0)].copy_(self.kept.tensor)
         else:
-            with self.shard.use() as shard:
-                full[flat.part_at.relative_to(0)].copy_(shard, non_blocking=True)
+            self._copy_shard(full[flat.part_at.relative_to(0)])
         carrier.climb(flat, full, 0, legs)
+
+    def _copy_shard(self, target: torch.Tensor) -> None:
+        loan = self.shard.whole()
+        target.copy_(loan.for_stream(), non_blocking=True)
+        loan.give_back(changed=False)
 
     def keep(self) -> None:
         """Copies the kept rung out of the full buffer."""
@@ -95,16 +98,14 @@ class ParamMemory:
         if not legs and not from_master:
             return
         origin, reads = flat.part_at.start, differs or not from_master
-        with (
-            self.shard.use(reads=reads, writes=True) as shard,
-            on_device(shard, flat.device) as work,
-        ):
+        staging = flat.staging
+        with staging.use(self.shard, reads=reads, writes=True) as work:
             if differs:
-                with master.use() as exact:
-                    carrier.climb_by_difference(flat, exact.to(flat.device), work, origin, legs)
+                with staging.use(master) as exact:
+                    carrier.climb_by_difference(flat, exact, work, origin, legs)
             else:
                 if from_master:
-                    with master.use() as exact:
+                    with staging.use(master) as exact:
                         work[flat.own].copy_(exact)
                 carrier.climb(flat, work, origin, legs)
             if not self.shard.is_resident:

@@ -180,10 +180,7 @@ class Runtime:
         self.executor.run(self.issuer.release_all())
         for unit in self.units:
             unit.settle()
-        if self.homes.on_host:  # which the update writes without a stream
-            self.grid.block_host_until_idle()
-        else:
-            self.grid.order_after_transfers()
+        self.grid.order_after_transfers()
 
     # --- contexts and recovery ----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 from shardwise.core.layout import Slot
 from shardwise.core.topology import Interval
 from shardwise.runtime.flat import Flat
-from shardwise.tier.rest import PartOf, Rest
+from shardwise.tier.rest import PartOf, Rest, use
 
 
 def make_master(flat: Flat, *, empty: bool = False) -> None:
@@ -20,7 +20,7 @@ def make_master(flat: Flat, *, empty: bool = False) -> None:
     numel, dtype = flat.optim_at.numel, flat.dtypes.master
     params.master = flat.make_rest(flat.optim_tier, "master weights", numel, dtype)
     if not empty:
-        with params.shard.use() as shard, params.master.use(reads=False, writes=True) as master:
+        with use(params.shard) as shard, use(params.master, reads=False, writes=True) as master:
             master.copy_(shard[flat.own])
 
 
@@ -29,7 +29,7 @@ def writing(flat: Flat) -> Iterator[Callable[[Slot, torch.Tensor], None]]:
     """Yields a function that writes this rank's elements of a value to P's shard and the master."""
     with ExitStack() as stack:
         targets = [
-            (stack.enter_context(rest.use(writes=True)), place) for rest, place in _targets(flat)
+            (stack.enter_context(use(rest, writes=True)), place) for rest, place in _targets(flat)
         ]
 
         def write(slot: Slot, value: torch.Tensor) -> None:

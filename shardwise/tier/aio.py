@@ -19,6 +19,7 @@ import torch
 
 from shardwise.core.errors import UsageError
 from shardwise.core.meter import THREAD
+from shardwise.device.streams import Mark, block_host_until
 
 BLOCK_BYTES = 8 << 20
 """Bytes per system call. After each call a thread needs the GIL and a core, and waits for them on a
@@ -53,10 +54,13 @@ class Move:
         work: Callable[["Move", int, int, Scratch], None],
         tensor: torch.Tensor,
         begin: int,
+        after_work: Mark = None,
         *,
         writes: bool,
     ) -> None:
         self.work, self.writes = work, writes
+        self.after_work = after_work
+        """The end of a device's work that uses the memory: a thread waits for it, no caller."""
         self.tensor = tensor
         self.meter = THREAD.meter
         """Of the operation that this is a part of."""
@@ -164,6 +168,7 @@ class Movers:
         while (block := self._take()) is not None:
             move, begin, end = block
             try:
+                block_host_until(move.after_work)
                 move.work(move, begin, end, scratch)
             except BaseException as error:  # raised by the ticket
                 move.fail(error)

@@ -22,6 +22,8 @@ from shardwise.core.errors import UsageError
 from shardwise.core.meter import count_moved
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.trace import span
+from shardwise.device.abilities import separate_memory
+from shardwise.device.streams import Mark
 from shardwise.tier.aio import BLOCK_BYTES, Move, Movers, Scratch
 from shardwise.tier.blocks import BlockFile, Entry
 from shardwise.tier.budget import Budget
@@ -114,13 +116,19 @@ class NvmeStore:
             os.close(file)
         return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
-    def put(self, record: Record, source: torch.Tensor, start: int = 0) -> Ticket:
-        """Start a write; ``source`` may change after the ticket."""
-        return self._submit(record, source, start, writes=True)
+    def put(
+        self, record: Record, source: torch.Tensor, start: int = 0, *, after: Mark = None
+    ) -> Ticket:
+        """Start a write when the device's work before ``after`` is done; ``source`` may change
+        after the ticket."""
+        return self._submit(record, source, start, after, writes=True)
 
-    def get(self, record: Record, out: torch.Tensor, start: int = 0) -> Ticket:
-        """Start a read into ``out``, which is valid after the ticket."""
-        return self._submit(record, out, start, writes=False)
+    def get(
+        self, record: Record, out: torch.Tensor, start: int = 0, *, after: Mark = None
+    ) -> Ticket:
+        """Start a read into ``out`` when the device's work before ``after`` is done; ``out`` is
+        valid after the ticket."""
+        return self._submit(record, out, start, after, writes=False)
 
     def free(self, record: Record) -> None:
         """Free the record's space, after its submitted moves."""
@@ -206,9 +214,11 @@ class NvmeStore:
 
     # Moves
 
-    def _submit(self, record: Record, tensor: torch.Tensor, start: int, *, writes: bool) -> Ticket:
+    def _submit(
+        self, record: Record, tensor: torch.Tensor, start: int, after: Mark, *, writes: bool
+    ) -> Ticket:
         entry = self._find(record)
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if separate_memory(tensor.device) or not tensor.is_contiguous():
             raise UsageError(
                 f"{record.label} can only be moved from or to a contiguous tensor on CPU, not one "
                 f"on {tensor.device} with strides {tuple(tensor.stride())}; copy it first."
@@ -222,7 +232,7 @@ class NvmeStore:
             return DONE
 
         # A method of the store, not of its file, so that the store lives as long as its moves.
-        move = Move(partial(self._move_block, entry), tensor, start, writes=writes)
+        move = Move(partial(self._move_block, entry), tensor, start, after, writes=writes)
         self._blocks.plan(move)
         self._movers.submit(move, entry.active)
         return move

@@ -36,7 +36,7 @@ class Pool:
         *,
         beside: torch.device | None = None,
     ) -> None:
-        self._device, self._beside = device, beside or device
+        self._device, self.beside = device, beside or device
         self._budget = budget if budget is not None else Budget("device")
         self._lock = threading.Lock()
         self._idle: dict[int, list[_Idle]] = defaultdict(list)
@@ -47,27 +47,31 @@ class Pool:
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """Memory with arbitrary contents, for what the caller enqueues next, or for its host."""
+        storage, used = self.take_early(nbytes)
+        if separate_memory(self._device):
+            streams.order_after(used)
+        else:
+            streams.block_host_until(used)  # the next user may be a thread or a disk
+        return storage
+
+    def take_early(self, nbytes: int) -> tuple[torch.UntypedStorage, streams.Mark]:
+        """As ``take``, but memory that work on a device may use until the mark."""
         with self._lock:
             # The oldest: its last work is most likely over.
             idle = self._idle[nbytes].pop(0) if self._idle[nbytes] else None
         if idle is not None:
-            storage, used = idle
-            if separate_memory(self._device):
-                streams.order_after(used)
-            else:
-                streams.block_host_until(used)  # the next user may be a thread or a disk
-            return storage
+            return idle
         claimed = self._size(nbytes)
         self._budget.claim(claimed, "A buffer")
         with self._lock:
             self.held_bytes += claimed
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return self._allocate(nbytes)
+        return self._allocate(nbytes), None
 
     def give(self, storage: torch.UntypedStorage, *, last_use: streams.Mark = None) -> None:
         """Take memory back. ``last_use`` is the end of the work that uses it; by default that is
         what the current stream has so far."""
-        used = last_use or streams.mark(self._beside)
+        used = last_use or streams.mark(self.beside)
         with self._lock:
             self._idle[storage.nbytes()].append((storage, used))
 
@@ -88,13 +92,11 @@ class Pool:
 
     def _size(self, nbytes: int) -> int:
         """What a buffer takes of the budget."""
-        return (
-            nbytes if separate_memory(self._device) else memory.pinned_bytes(nbytes, self._beside)
-        )
+        return nbytes if separate_memory(self._device) else memory.pinned_bytes(nbytes, self.beside)
 
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         if self._home is None:
-            return memory.pinned_memory(nbytes, self._beside)
+            return memory.pinned_memory(nbytes, self.beside)
         with streams.on_stream(self._home):
             storage = torch.UntypedStorage(nbytes, device=self._device)
             free = streams.mark(self._device)

@@ -3,6 +3,13 @@
 A *resident* shard is one permanent tensor. A *stored* shard has no memory of its own: ``use`` and
 ``lend`` read it into a buffer of a pool, and write it back if it changed. The optimizer borrows
 slices (``lend``); everything else uses the whole shard.
+
+[Note: Loans beside a device]
+Memory of the host that a shard rests in, or is read into, is used by two: by the host itself (the
+optimizer, a disk) and by copies to and from the device, which run on streams. Whoever takes a loan
+says which it is: ``arrived`` returns when the host may use the tensor, ``for_stream`` when the
+caller may enqueue work on it. A loan that was used on a stream ends with a mark, for which the next
+user on the host waits, and a disk by itself.
 """
 
 import threading
@@ -17,6 +24,7 @@ import torch
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.device import memory
 from shardwise.device.abilities import separate_memory
+from shardwise.device.streams import Mark, block_host_until, has_passed, mark, order_after
 from shardwise.plans.memory import WRITES_IN_FLIGHT_BYTES
 from shardwise.tier.budget import Budget
 from shardwise.tier.memory import tensor_on
@@ -25,15 +33,19 @@ from shardwise.tier.store import Store, TierError
 
 
 class Loan(Protocol):
-    """Some elements of a shard, in memory for a while."""
+    """Some elements of a shard, in memory for a while; see [Note: Loans beside a device]."""
 
     tensor: torch.Tensor
 
     def arrived(self) -> torch.Tensor:
-        """The tensor, after its contents have been read: blocks the host while a disk reads."""
+        """The tensor, for the host: blocks it while a disk reads, or a copy still runs."""
 
-    def give_back(self, *, changed: bool) -> None:
-        """End the loan; changes are written back in the background."""
+    def for_stream(self) -> torch.Tensor:
+        """The tensor, for what the caller enqueues: blocks the host only while a disk reads."""
+
+    def give_back(self, *, changed: bool, last_use: Mark = None) -> None:
+        """End the loan; changes are written back in the background. If it was used on a stream,
+        ``last_use`` is the end of that, by default what the current stream has so far."""
 
 
 class Rest(Protocol):
@@ -44,7 +56,7 @@ class Rest(Protocol):
     dtype: torch.dtype
 
     def prefetch(self) -> None:
-        """Start to read the whole shard into memory, for the next ``use``."""
+        """Start to read the whole shard into memory, for the next ``whole`` or ``use``."""
 
     def discard(self) -> None:
         """Drop what was prefetched, because it is stale or was not used."""
@@ -52,21 +64,34 @@ class Rest(Protocol):
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
         """Lend elements for reading and writing; without ``reads`` their contents are arbitrary."""
 
-    @contextmanager
-    def use(self, *, reads: bool = True, writes: bool = False) -> Iterator[torch.Tensor]:
-        """The whole shard; after an error inside, a stored shard is unchanged."""
+    def whole(self, *, reads: bool = True) -> Loan:
+        """Lend the whole shard, which may have been prefetched."""
 
     def free(self) -> None:
         """Free its memory and space."""
 
 
+@contextmanager
+def use(rest: Rest, *, reads: bool = True, writes: bool = False) -> Iterator[torch.Tensor]:
+    """The whole shard, for the host; after an error inside, a stored shard is unchanged."""
+    loan, changed = rest.whole(reads=reads), False
+    try:
+        yield loan.arrived()
+        changed = writes
+    finally:
+        loan.give_back(changed=changed)
+
+
 class Resident:
-    """A shard that is always in memory."""
+    """A shard that is always in memory. ``beside`` is the device if that memory is its host's."""
 
     is_resident = True
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, beside: torch.device | None = None) -> None:
         self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
+        self.beside = beside
+        self._uses: list[Mark] = []
+        """The ends of uses on streams that may not be over."""
 
     def prefetch(self) -> None:
         pass
@@ -74,28 +99,49 @@ class Resident:
     def discard(self) -> None:
         pass
 
-    def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
-        return _View(self.tensor[start:stop])
+    def used(self, until: Mark) -> None:
+        """A stream uses it until then."""
+        self._uses = [use for use in self._uses if not has_passed(use)]
+        self._uses.append(until)
 
-    @contextmanager
-    def use(self, *, reads: bool = True, writes: bool = False) -> Iterator[torch.Tensor]:
-        yield self.tensor
+    def block_host_until_unused(self) -> None:
+        while self._uses:
+            block_host_until(self._uses.pop())
+
+    def order_after_uses(self) -> None:
+        for use in self._uses:
+            order_after(use)
+
+    def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
+        return _View(self, self.tensor[start:stop])
+
+    def whole(self, *, reads: bool = True) -> Loan:
+        return _View(self, self.tensor)
 
     def free(self) -> None:
         pass
 
 
-@dataclass
 class _View:
     """A loan from a resident shard."""
 
-    tensor: torch.Tensor
+    def __init__(self, rest: Resident, tensor: torch.Tensor) -> None:
+        self._rest, self.tensor = rest, tensor
+        self._streamed = False
 
     def arrived(self) -> torch.Tensor:
+        self._rest.block_host_until_unused()
         return self.tensor
 
-    def give_back(self, *, changed: bool) -> None:
-        pass
+    def for_stream(self) -> torch.Tensor:
+        self._streamed = self._rest.beside is not None
+        self._rest.order_after_uses()
+        return self.tensor
+
+    def give_back(self, *, changed: bool, last_use: Mark = None) -> None:
+        if self._streamed:
+            assert self._rest.beside is not None
+            self._rest.used(last_use or mark(self._rest.beside))
 
 
 class Stored:
@@ -133,15 +179,8 @@ class Stored:
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
         return _Buffered(self, start, stop, reads)
 
-    @contextmanager
-    def use(self, *, reads: bool = True, writes: bool = False) -> Iterator[torch.Tensor]:
-        loan = self._take_ahead() or self.lend(0, self.numel, reads=reads)
-        changed = False
-        try:
-            yield loan.arrived()
-            changed = writes
-        finally:
-            loan.give_back(changed=changed)
+    def whole(self, *, reads: bool = True) -> Loan:
+        return self._take_ahead() or self.lend(0, self.numel, reads=reads)
 
     def free(self) -> None:
         self.discard()
@@ -154,22 +193,35 @@ class _Buffered:
 
     def __init__(self, rest: Stored, start: int, stop: int, reads: bool) -> None:
         self._rest, self._start = rest, start * rest.dtype.itemsize
-        self._storage = rest._disk.pool.take((stop - start) * rest.dtype.itemsize)
-        self.tensor = tensor_on(self._storage, stop - start, rest.dtype)
+        disk, numel = rest._disk, stop - start
+        self._storage, self._used = disk.pool.take_early(numel * rest.dtype.itemsize)
+        self.tensor = tensor_on(self._storage, numel, rest.dtype)
+        self._streamed = False
         self._ticket = DONE
         if reads:
-            self._ticket = rest._disk.store.get(rest._record, self.tensor, self._start)
+            self._ticket = disk.store.get(rest._record, self.tensor, self._start, after=self._used)
+            self._used = None  # whoever gets the values comes after it
 
     def arrived(self) -> torch.Tensor:
         self._ticket.block_host()
+        block_host_until(self._used)
         return self.tensor
 
-    def give_back(self, *, changed: bool) -> None:
+    def for_stream(self) -> torch.Tensor:
+        self._ticket.block_host()
+        order_after(self._used)
+        self._streamed = True
+        return self.tensor
+
+    def give_back(self, *, changed: bool, last_use: Mark = None) -> None:
         disk = self._rest._disk
         if not changed:
-            disk.pool.give(self._storage)
+            disk.pool.give(self._storage, last_use=last_use)
             return
-        ticket = disk.store.put(self._rest._record, self.tensor, self._start)
+        used = None
+        if self._streamed:
+            used = last_use or mark(disk.pool.beside)
+        ticket = disk.store.put(self._rest._record, self.tensor, self._start, after=used)
         disk.writes.add(ticket, self._storage, disk.pool)
 
 
@@ -192,25 +244,13 @@ class PartOf:
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
         return self._whole.lend(self._place.start + start, self._place.start + stop, reads=reads)
 
-    @contextmanager
-    def use(self, *, reads: bool = True, writes: bool = False) -> Iterator[torch.Tensor]:
-        covers = self.numel == self._whole.numel
-        with self._whole.use(reads=reads or not covers, writes=writes) as whole:
-            yield whole[self._place]
+    def whole(self, *, reads: bool = True) -> Loan:
+        if self.numel == self._whole.numel:
+            return self._whole.whole(reads=reads)  # it may have been prefetched
+        return self.lend(0, self.numel, reads=reads)
 
     def free(self) -> None:
         pass
-
-
-@contextmanager
-def on_device(part: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-    """A shard on the device, for hops: itself, or a copy that is copied back at the end."""
-    if part.device.type == device.type:
-        yield part
-        return
-    copy = part.to(device)
-    yield copy
-    part.copy_(copy)
 
 
 class Writes:
@@ -271,10 +311,9 @@ class Homes:
 
     device: torch.device
     budgets: dict[str, Budget]
+    host: Pool
+    """Buffers of the host, between it and a disk or a device."""
     disk: Disk | None = None
-    on_host: list[Resident] = field(default_factory=list)
-    """Shards that rest in the host's memory beside a device. Copies on streams read and write them,
-    so that the host must wait for these before it does."""
 
     def rest(self, tier: str, numel: int, dtype: torch.dtype, label: str) -> Rest:
         """A new shard on a tier, initially zero."""
@@ -286,10 +325,8 @@ class Homes:
             self.budgets[tier].claim(nbytes, f"The {label}")
             return Resident(zeros(numel, dtype, self.device))
         self.budgets[tier].claim(memory.pinned_bytes(nbytes, self.device), f"The {label}")
-        pinned = Resident(tensor_on(memory.pinned_memory(nbytes, self.device), numel, dtype))
-        if separate_memory(self.device):
-            self.on_host.append(pinned)
-        return pinned
+        pinned = tensor_on(memory.pinned_memory(nbytes, self.device), numel, dtype)
+        return Resident(pinned, self.device if separate_memory(self.device) else None)
 
     def settle(self) -> None:
         """Wait for writes; raise the error of one that failed."""

@@ -7,6 +7,7 @@ import torch
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.ticket import Ticket
+from shardwise.device.streams import Mark
 
 
 class TierError(ShardwiseError, OSError):
@@ -43,11 +44,17 @@ class Store(Protocol):
     def scratch(self, nbytes: int) -> torch.UntypedStorage:
         """CPU memory without a record; a store on disk lets the system move it there."""
 
-    def put(self, record: Record, source: torch.Tensor, start: int = 0) -> Ticket:
-        """Start a write; ``source`` may change after the ticket."""
+    def put(
+        self, record: Record, source: torch.Tensor, start: int = 0, *, after: Mark = None
+    ) -> Ticket:
+        """Start a write, for which the store itself waits until a device has filled ``source``
+        (``after``); it may change after the ticket."""
 
-    def get(self, record: Record, out: torch.Tensor, start: int = 0) -> Ticket:
-        """Start a read into ``out``, which is valid after the ticket."""
+    def get(
+        self, record: Record, out: torch.Tensor, start: int = 0, *, after: Mark = None
+    ) -> Ticket:
+        """Start a read into ``out``, which a device may use until ``after``, and which is valid
+        after the ticket."""
 
     def free(self, record: Record) -> None:
         """Free the record's space; a later record may get it."""

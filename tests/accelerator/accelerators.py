@@ -6,6 +6,8 @@ the host, pinned bytes) is None on real hardware: ``seen.require("races")`` skip
 """
 
 import os
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ class Seen:
     end_bytes: int = 0
     races: list[str] | None = None
     host_waits: dict[str, int] | None = None
-    """How often the host waited for the device, by kind."""
+    """How often the program waited for the device, by kind and place."""
     pinned_peak_bytes: int | None = None
     pinned_end_bytes: int | None = None
 
@@ -38,6 +40,16 @@ class Seen:
     @property
     def host_wait_count(self) -> int | None:
         return None if self.host_waits is None else sum(self.host_waits.values())
+
+    def count_wait(self, kind: str) -> None:
+        """Counts waits of the program, with the place; threads of our own may wait."""
+        if threading.current_thread().name.startswith("shardwise-"):
+            return
+        assert self.host_waits is not None
+        ours = [f for f in traceback.extract_stack() if "/shardwise/" in f.filename]
+        at = f"{ours[-1].filename.rpartition('/shardwise/')[2]}:{ours[-1].lineno}" if ours else ""
+        what = f"{kind} at {at}" if at else kind
+        self.host_waits[what] = self.host_waits.get(what, 0) + 1
 
     def require(self, what: str) -> Any:
         """A figure that only some accelerators have; the test is skipped on the others."""
@@ -101,10 +113,12 @@ class Simulated:
 
         torch.accelerator.synchronize()
         sim.clear()
-        seen = Seen(start_bytes=torch.accelerator.memory_allocated())
-        yield seen
-        found = sim.statistics()  # before the wait below counts as one
-        seen.host_waits = found["host_waits"]
+        seen = Seen(start_bytes=torch.accelerator.memory_allocated(), host_waits={})
+        sim.on_wait(seen.count_wait)
+        try:
+            yield seen
+        finally:
+            sim.on_wait(None)
         torch.accelerator.synchronize()
         found = sim.statistics()
         seen.launches, seen.races = found["launches_by_name"], found["races"]

@@ -1,6 +1,7 @@
 """Trains small models on an accelerator and on one plain process, and says what was seen."""
 
 import contextlib
+import gc
 import tempfile
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,7 +46,7 @@ class Outcome:
     parameter_difference: float
     norm_difference: float
     seen: Seen
-    """Of the last step."""
+    """Of the last step; races of all."""
     rest_bytes: int
     """Device memory between steps, above what there was before the model."""
     peak_bytes: int
@@ -59,6 +60,7 @@ def train(case: Case) -> Outcome:
     accelerator, device = chosen(), chosen().device
     reference = make(case.kind, case.dtype, **case.sizes)
     plain_losses, plain_norms = _train_plain(reference, case)
+    gc.collect()
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
     with tempfile.TemporaryDirectory() as folder:
@@ -74,10 +76,13 @@ def train(case: Case) -> Outcome:
         accelerator.delay(case.delay)
         try:
             losses, norms = [], []
-            for step in range(STEPS - 1):
-                _step(model, optimizer, case, step, device, losses, norms)
+            with accelerator.watch() as first:
+                for step in range(STEPS - 1):
+                    _step(model, optimizer, case, step, device, losses, norms)
             with accelerator.watch() as seen:
                 _step(model, optimizer, case, STEPS - 1, device, losses, norms)
+            if seen.races is not None:
+                seen.races += first.races or []
         finally:
             accelerator.delay("none")
         got = sw.state_dict(model, rank0_only=False)
@@ -85,7 +90,9 @@ def train(case: Case) -> Outcome:
         dist.all_reduce(totals)
         totals /= dist.get_world_size()
         outcome = Outcome(
-            loss_difference=float((totals - torch.tensor(plain_losses, dtype=torch.float64)).abs().max()),
+            loss_difference=float(
+                (totals - torch.tensor(plain_losses, dtype=torch.float64)).abs().max()
+            ),
             parameter_difference=largest_difference(got, reference.state_dict()),
             norm_difference=max(
                 (abs(float(a) - b) for a, b in zip(norms, plain_norms, strict=True)), default=0.0
@@ -155,5 +162,3 @@ def _copy_values(model: nn.Module, like: nn.Module) -> None:
         values: dict[str, Any] = dict(like.named_parameters())
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
-
-

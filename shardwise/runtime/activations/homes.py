@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.lane import HostLane
 from shardwise.core.meter import THREAD, count_moved
-from shardwise.core.ticket import Chained, Ticket
+from shardwise.core.ticket import Ticket
 from shardwise.device import streams
-from shardwise.device.abilities import has_streams, separate_memory
 from shardwise.tier.memory import tensor_on
 from shardwise.tier.pool import PAGE_BYTES, Pool
 from shardwise.tier.store import Record, Store
@@ -73,35 +71,12 @@ class Home:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-class _Copies:
-    """Copies between the device and host memory; on a device with streams on one of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = streams.side_stream(device) if has_streams(device) else None
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> streams.Mark:
-        """Copies; ``target`` has the values after the mark."""
-        if self._stream is None:
-            target.copy_(source)
-            return None
-        begun = streams.mark(self._device)
-        with streams.on_stream(self._stream):
-            streams.order_after(begun)
-            target.copy_(source, non_blocking=True)
-            done = streams.mark(self._device)
-        on_device = target if separate_memory(target.device) else source
-        on_device.record_stream(self._stream)  # it may be freed before the copy is over
-        return done
-
-
 class OnDisk:
     """Inputs in records of a store; buffers return to the pool as soon as they can."""
 
     def __init__(self, store: Store, pool: Pool, device: torch.device, moved: Moved) -> None:
         self._store, self._device, self._moved = store, device, moved
-        self._pool, self._copies = pool, _Copies(device)
-        self._lane = HostLane("inputs")
+        self._pool, self._copies = pool, streams.Copies(device)
         self._idle: dict[int, list[Record]] = defaultdict(list)
         """Free records for reuse, by size."""
 
@@ -111,6 +86,7 @@ class OnDisk:
         home.buffer = self._pool.take(home.nbytes)
         try:
             home.copied = self._copies.copy(tensor, home.view(home.buffer))
+            self._copies.keep_alive(tensor)
             home.record = self._room(home.nbytes)
         except BaseException:
             self.release(home)
@@ -119,19 +95,9 @@ class OnDisk:
 
     def write(self, home: Home) -> None:
         """Starts to write an input from its buffer, once the copy from the device is over."""
-        writing: list[Ticket] = []
-
-        def write() -> None:
-            assert home.buffer is not None
-            assert home.record is not None
-            streams.block_host_until(home.copied)
-            writing.append(self._store.put(home.record, _bytes(home.buffer)))
-
-        if home.copied is None:
-            write()
-            home.ticket = writing[0]
-        else:
-            home.ticket = Chained(self._lane.submit(write, self._device), writing)
+        assert home.buffer is not None
+        assert home.record is not None
+        home.ticket = self._store.put(home.record, _bytes(home.buffer), after=home.copied)
         self._moved.out_bytes += home.nbytes
 
     def empty(self, home: Home) -> None:
@@ -162,6 +128,7 @@ class OnDisk:
             home.ticket, home.reading = None, False
         values = home.empty(self._device)
         home.copied = self._copies.copy(home.view(home.buffer), values)
+        self._copies.keep_alive(values)
         streams.order_after(home.copied)
         if gives_back:
             self._drop(home)
@@ -198,7 +165,7 @@ class OnHost:
 
     def __init__(self, pool: Pool, device: torch.device, moved: Moved) -> None:
         self._device, self._moved = device, moved
-        self._pool, self._copies = pool, _Copies(device)
+        self._pool, self._copies = pool, streams.Copies(device)
 
     def put(self, tensor: torch.Tensor) -> Home:
         home = Home.of(tensor)
@@ -221,6 +188,7 @@ class OnHost:
             home.late = late
             home.coming = home.empty(self._device)
             home.copied = self._copies.copy(home.view(home.buffer), home.coming)
+            self._copies.keep_alive(home.coming)
             count_moved(THREAD.meter, home.nbytes, writes=False)
             self._moved.num_reads += 1
             self._moved.in_bytes += home.nbytes

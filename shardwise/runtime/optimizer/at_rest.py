@@ -58,7 +58,7 @@ class StatesAtRest:
             tensors.add(key)
             rest = self.rest(slot.flat, key, value.dtype)
             loan = rest.lend(start, start + slot.segment.numel, reads=False)
-            loan.tensor.copy_(value.reshape(-1))
+            loan.arrived().copy_(value.reshape(-1))
             loan.give_back(changed=True)
         self.show(slot)
 

@@ -76,7 +76,7 @@ def place_counters(
     shard's would not do.
     """
     for part in parts:
-        state = states.get(part, {})
+        state = states.get(part, {}) if part.numel() else {}
         step = state.get("step")
         if not isinstance(step, torch.Tensor) or step.device == part.device:
             continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.core.topology import Interval
+from shardwise.device.abilities import HOST, separate_memory
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.optimizer.at_rest import StatesAtRest
 from shardwise.runtime.slot import ParamSlot
@@ -37,9 +38,26 @@ class Window:
         assert part is not None
         return part.view(()) if slot.spec.param.shape == () else part
 
+    @property
+    def _updates_on(self) -> torch.device:
+        """The device whose kernels update the window: the host's where states rest elsewhere."""
+        return self.flat.device if self.flat.optim_tier == "device" else HOST
+
     def lend_grad(self) -> None:
         assert self.flat.grads.summed is not None
-        self.grad = self.flat.grads.summed.lend(*self.inside)
+        grad = self.flat.grads.summed.lend(*self.inside)
+        comes = separate_memory(grad.tensor.device) and self._updates_on == HOST
+        self.grad = self.flat.staging.fetch(grad) if comes else grad
+
+    def arrived_grad(self) -> torch.Tensor:
+        """The gradient where the update needs it, multiplied by what clipping left to do."""
+        assert self.grad is not None
+        grads, to = self.flat.grads, self._updates_on
+        if self.grad.tensor.device == to:
+            grad = self.grad.arrived()
+        else:  # no more than a window, for a moment
+            grad = self.grad.for_stream().to(to, non_blocking=True)
+        return grad if grads.factor == 1.0 else grad * grads.factor  # the stored sum stays
 
     def lend_states(self, states: StatesAtRest) -> None:
         start, stop = self.inside
@@ -57,8 +75,11 @@ class Window:
         if flat.has_master and updates_params:
             first = flat.own.start + start
             copy = flat.params.shard.lend(first, first + stop - start, reads=False)
-            copy.tensor.copy_(self.master.tensor)
-            copy.give_back(changed=True)
+            if copy.tensor.device == self._updates_on:
+                copy.arrived().copy_(self.master.tensor)
+                copy.give_back(changed=True)
+            else:
+                flat.staging.send(self.master.tensor, copy)
         self.grad.give_back(changed=False)
         self.master.give_back(changed=True)
         for loan in self.states.values():

@@ -191,11 +191,7 @@ class WindowedUpdate:
     def _step(self, window: Window) -> None:
         """The optimizer's own step, on the pieces of a window."""
         assert window.master is not None
-        assert window.grad is not None
-        master, grad = window.master.arrived(), window.grad.arrived()
-        if window.flat.grads.factor != 1.0:
-            grad = grad.mul_(window.flat.grads.factor)  # the stored sum stays
-        grad = grad.to(master.device)
+        master, grad = window.master.arrived(), window.arrived_grad()
         for loan in window.states.values():
             loan.arrived()
         pieces = {}
@@ -236,6 +232,7 @@ class WindowedUpdate:
             if key not in window.states:
                 rest = self.states.rest(window.flat, key, value.dtype)
                 window.states[key] = rest.lend(start, stop, reads=False)
+                window.states[key].arrived()
             place = window.of(slot, window.states[key].tensor)
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)

@@ -19,6 +19,7 @@ from shardwise.runtime.surface.face import TiledFace, shown_state
 from shardwise.runtime.surface.opened import open_grads
 from shardwise.runtime.unit import State, Unit
 from shardwise.runtime.values import write
+from shardwise.tier.rest import use
 
 
 @contextmanager
@@ -79,15 +80,15 @@ def _take(slot: ParamSlot, value: torch.Tensor) -> None:
     if flat.params.master is None or not flat.has_master or not slot.segment.numel:
         write(flat, slot.spec, value)
         return
-    with flat.params.master.use() as whole:
+    with use(flat.params.master) as whole:
         exact = slot.of(whole, flat.optim_at).clone()  # type: ignore[union-attr]
     old = exact.to(flat.dtypes.compute)
     if slot.unit.travels:  # else the user wrote into P; only the master has the old value
         own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
-        with flat.params.shard.use() as part:
+        with use(flat.params.shard) as part:
             old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
     write(flat, slot.spec, value)
-    with flat.params.master.use(writes=True) as whole:
+    with use(flat.params.master, writes=True) as whole:
         master = slot.of(whole, flat.optim_at)
         assert master is not None
         unchanged = old == master.to(flat.dtypes.compute)
@@ -139,7 +140,7 @@ def collect_master(runtime: Runtime, unit: Unit, keeps: bool) -> dict[ParamSlot,
             unit.settle()
             runtime.grid.block_host_until_idle()
             rest, rung = flat.params.master, unit.rungs.optim
-        with rest.use() as part:
+        with use(rest) as part:
             whole = _gather_whole(runtime, unit, flat, part, rung)
         for slot in flat.slots if keeps else ():
             value = whole[slot.spec.interval.relative_to(0)].view(slot.spec.param.shape)

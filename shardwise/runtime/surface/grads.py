@@ -19,7 +19,7 @@ from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import Face
 from shardwise.runtime.surface.guarded_grad import GuardedGrad
 from shardwise.runtime.surface.opened import open_grads
-from shardwise.tier.rest import Resident
+from shardwise.tier.rest import Resident, use
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime
@@ -157,7 +157,7 @@ def _adopt(slot: ParamSlot, grad: torch.Tensor) -> None:
         raise UsageError(f"'{slot.name}' got another parameter's gradient; assign a plain tensor.")
     flat = slot.flat
     if not flat.grads.has_sums:
-        with flat.grads.make_sums().use(reads=False, writes=True) as reduced:
+        with use(flat.grads.make_sums(), reads=False, writes=True) as reduced:
             reduced.zero_()
         flat.grads.has_sums, flat.grads.factor = True, 1.0
     with open_grads(flat, writes=True) as opened:

@@ -103,14 +103,22 @@ def _total_norm(runtime: Runtime, norm_type: float, foreach: bool) -> torch.Tens
                 else:
                     norms += _stored_norms(flat, norm_type, foreach)
         norms += _norms(counted, norm_type, foreach)
-    zero = torch.zeros((), dtype=torch.float64)
-    local = torch.stack([zero, *(norm.double().cpu() for norm in norms)])
+    local = _on_host(norms)
     value = local.max() if infinite else (local**norm_type).sum()
     rows = runtime.grid.control.exchange(value.reshape(1), "norm of the gradients")
     # Rows are summed in rank order on every rank, so that all get the same bits.
     total = rows.max() if infinite else rows.sum() ** (1.0 / norm_type)
     wide = any(flat.dtypes.master == torch.float64 for u in runtime.units for flat in u.trained)
     return total if wide else total.float()
+
+
+def _on_host(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Norms in float64, and a zero; the host waits once for all that are on a device."""
+    together = [torch.zeros(1, dtype=torch.float64)]
+    for device in {norm.device for norm in norms}:
+        there = [norm.double() for norm in norms if norm.device == device]
+        together.append(torch.stack(there).cpu())
+    return torch.cat(together)
 
 
 def _norms(parts: list[torch.Tensor], norm_type: float, foreach: bool) -> list[torch.Tensor]:

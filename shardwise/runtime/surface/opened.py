@@ -8,6 +8,7 @@ import torch
 
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.slot import ParamSlot
+from shardwise.tier.rest import use
 
 
 @contextmanager
@@ -18,14 +19,14 @@ def open_grads(flat: Flat, *, writes: bool = False) -> Iterator["OpenGrads"]:
         summed = held = None
         if grads.summed is not None and grads.has_sums:
             scales = grads.factor != 1.0
-            summed = stack.enter_context(grads.summed.use(writes=writes or scales))
+            summed = stack.enter_context(use(grads.summed, writes=writes or scales))
             if scales:
                 summed.mul_(grads.factor)
                 grads.factor = 1.0
             if writes or scales:
                 grads.norms = {}
         if grads.held is not None and grads.holds:
-            held = stack.enter_context(grads.held.use(writes=writes))
+            held = stack.enter_context(use(grads.held, writes=writes))
         yield OpenGrads(flat, summed, held)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.core.errors import UsageError
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface.face import Face
+from shardwise.tier.rest import use
 
 if TYPE_CHECKING:
     from shardwise.runtime.runtime import Runtime
@@ -95,7 +96,7 @@ class _Resident:
             return
         start = self._slot.spec.interval.start
         value = self._home.reshape(-1)[self._slot.segment.relative_to(start)]
-        with flat.params.master.use(writes=True) as whole:
+        with use(flat.params.master, writes=True) as whole:
             master = self._slot.of(whole, flat.optim_at)
             assert master is not None
             changed = master.to(value.dtype) != value

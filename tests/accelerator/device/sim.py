@@ -161,6 +161,11 @@ def delay(slow: str = "none", microseconds: int = 0, seed: int = 0) -> None:
     _device.delay(slow, microseconds, seed)
 
 
+def on_wait(call: Callable[[str], None] | None) -> None:
+    """Calls a function, on the thread that waits, before every wait of the host that is counted."""
+    _device.on_wait(call)
+
+
 def clear() -> None:
     """Forgets races, launches and waits, and starts peaks of memory anew."""
     _device.clear()

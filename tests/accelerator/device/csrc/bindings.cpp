@@ -86,6 +86,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("statistics", &statistics);
   m.def("clear", &clear);
   m.def("delay", &delay);
+  m.def("on_wait", [](py::object f) {
+    Lock lock(world().mutex);
+    if (f.is_none()) world().on_wait = nullptr;
+    else
+      world().on_wait = [held = new py::object(f)](const std::string& kind) {
+        py::gil_scoped_acquire gil;
+        (*held)(kind);
+      };
+  });
   m.def("set_device_count", [](int n) {
     TORCH_CHECK(0 < n && n <= kMostDevices, "the simulation has at most ", kMostDevices, " devices");
     world().device_count = n;

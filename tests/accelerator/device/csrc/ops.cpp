@@ -318,12 +318,18 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   Stream& on = current_stream((up ? dst : src).device().index());
   std::vector<Use> uses;
   // Memory that is not pinned is copied by way of a buffer of the driver's: what is read, at once,
-  // and what is written, before the call returns.
-  Tensor from = up && !pinned(src) ? src.clone() : stream_view(src);
+  // and what is written, before the call returns. On the way up the host converts types, and then
+  // copies what is not pinned either.
+  bool converts = up && src.scalar_type() != dst.scalar_type();
+  if (converts && pinned(src)) {
+    Lock lock(world().mutex);
+    world().counters.host_waits["conversion H2D"]++;
+  }
+  Tensor from = up && (converts || !pinned(src)) ? src.to(dst.scalar_type(), false, true) : stream_view(src);
   Tensor to = down && !pinned(dst) ? dst.detach() : stream_view(dst);
-  if (!up || pinned(src)) uses.push_back(use_of(src, true, false, name));
+  if (!up || (pinned(src) && !converts)) uses.push_back(use_of(src, true, false, name));
   if (!down || pinned(dst)) uses.push_back(use_of(dst, false, true, name));
-  if (up && pinned(src)) use_pinned(src.storage().data(), on);
+  if (up && pinned(src) && !converts) use_pinned(src.storage().data(), on);
   if (down && pinned(dst)) use_pinned(dst.storage().data(), on);
   Stream* other = across ? &current_stream(dst.device().index()) : nullptr;
   if (other) order(on, record(*other));

@@ -369,8 +369,13 @@ void host_wait(const std::string& kind, const MomentPtr& moment) {
   if (!moment) return;
   auto& w = world();
   if (!kind.empty()) {
-    Lock lock(w.mutex);
-    w.counters.host_waits[kind]++;
+    std::function<void(const std::string&)> tell;
+    {
+      Lock lock(w.mutex);
+      w.counters.host_waits[kind]++;
+      tell = w.on_wait;
+    }
+    if (tell) tell(kind);
   }
   if (PyGILState_Check()) {  // streams may want to run Python
     PyThreadState* python = PyEval_SaveThread();

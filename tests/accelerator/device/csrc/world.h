@@ -107,6 +107,7 @@ struct World {
   Clock main_clock;             // what the main thread knows, and threads nobody registered
   Counters counters;
   Delays delays;
+  std::function<void(const std::string&)> on_wait;  // told of every wait that is counted
   std::string error;  // what a stream raised; shown at the next wait of the host
   std::atomic<bool> ending{false};
 };
