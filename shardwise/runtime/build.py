@@ -93,6 +93,7 @@ def _lay_out(
         units.append(built)
     homes.settle()
     homes.trim()  # the buffers of whole shards, which only the initial write needed
+    pools.trim()
     return Runtime(model, plan, grid, units, pools, carriers, homes)
 
 

@@ -192,13 +192,9 @@ class Executor:
 
     def _collect(self, unit: Unit, op: Op) -> Ticket:
         """Arrived gradients are already copied; missing gradients and padding become zero."""
-        for slot in unit.slots:
-            if slot.spec.param.requires_grad and not slot.pending:
-                slot.flat.grads.buffer()[slot.spec.interval.relative_to(0)].zero_()
-            slot.pending = False
-        for flat in unit.trained:
-            flat.grads.buffer()[flat.spec.slots[-1].interval.stop :].zero_()
         self._taken[unit] = [flat.grads.take() for flat in unit.trained]
+        for slot in unit.slots:
+            slot.pending = False
         return DONE
 
     def _reduce(self, unit: Unit, op: Op) -> Ticket:

@@ -126,6 +126,12 @@ class Flat:
         """Allocates a shard of this flat on a tier."""
         return self._homes.rest(tier, numel, dtype, f"{what} of unit '{self.unit_name}'")
 
+    def make_unfilled(self, what: str, numel: int, dtype: torch.dtype) -> Rest:
+        """A shard on the device with arbitrary contents, in memory that is of use to compute as
+        soon as it is freed."""
+        with self.staging.on_device.at_home():
+            return self._homes.unfilled(numel, dtype, f"{what} of unit '{self.unit_name}'")
+
     def make_state(self, key: str, dtype: torch.dtype) -> Rest:
         """Allocates a per-element optimizer state on the tier of OS."""
         return self.make_rest(

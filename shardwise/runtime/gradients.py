@@ -10,6 +10,7 @@ from shardwise.comm.carry import Carrier, Leg, Outer
 from shardwise.comm.link import accumulate
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
+from shardwise.device.abilities import has_streams, separate_memory
 from shardwise.plans.ops import Hop
 from shardwise.plans.plan import Plan
 from shardwise.tier.memory import tensor_on
@@ -43,6 +44,14 @@ class GradMemory:
         self.full: torch.Tensor | None = None
         """The local gradient of the current backward, as far as it arrived; in the reduce dtype."""
         self._storage: torch.UntypedStorage | None = None
+        self._copies_together = has_streams(flat.device)
+        self._arrived: list[tuple[slice, torch.Tensor]] = []
+        """Places in the full buffer, and the gradients that are still to be copied there."""
+        self._zeros: torch.Tensor | None = None
+        """What is copied to padding."""
+        self._frees = separate_memory(flat.device) and self.is_resident
+        """Whether memory of gradients is freed when they are dropped: on a device forward can use
+        it. On CPU fresh pages would cost more."""
         self.summed: Rest | None = None
         """The summed gradient on OS's rung, in the master's dtype; made when first needed."""
         self.has_sums = False
@@ -85,12 +94,60 @@ class GradMemory:
             self.full = tensor_on(self._storage, numel, dtype)
         return self.full
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a gradient of this backward has arrived."""
+        return self.full is not None or bool(self._arrived)
+
+    def arrive(self, slot: "ParamSlot", grad: torch.Tensor, *, adds: bool) -> None:
+        """Takes a parameter's gradient: copies it to its place, or adds it to one that is there.
+
+        On a device with streams copies wait for those of the other parameters. Then one launch
+        copies them all, and compute waits for the last reduction, which still reads the buffer,
+        only when this unit's backward is over.
+        """
+        if self._copies_together and not adds:
+            self._arrived.append((slot.place, grad.reshape(-1)))
+            return
+        self._copy_arrived()
+        place = self.buffer()[slot.place].view(slot.spec.param.shape)
+        place.add_(grad) if adds else place.copy_(grad)
+
+    def _copy_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            full = self.buffer()
+            torch._foreach_copy_(
+                [full[place] for place, _ in arrived], [grad for _, grad in arrived]
+            )
+
     def take(self) -> FullGrad:
-        """Hands the full buffer to a reduction; the next gradient gets a new one."""
-        tensor, storage = self.buffer(), self._storage
+        """Hands the full buffer to a reduction; the next gradient gets a new one. Missing gradients
+        and padding are zero."""
+        full, spec = self.buffer(), self._flat.spec
+        zero = [slot.place for slot in self._flat.slots if not slot.pending]
+        if padding := spec.numel - spec.slots[-1].interval.stop:
+            zero.append(slice(spec.numel - padding, spec.numel))
+        if not self._copies_together:
+            for place in zero:
+                full[place].zero_()
+        elif zero:
+            zeros = self._zeros_for(zero)
+            self._arrived += [(place, zeros[: place.stop - place.start]) for place in zero]
+        self._copy_arrived()
+        storage = self._storage
         assert storage is not None
         self.full = self._storage = None
-        return FullGrad(tensor, storage, self._pool)
+        return FullGrad(full, storage, self._pool)
+
+    def _zeros_for(self, places: list[slice]) -> torch.Tensor:
+        """As many zeros as the largest place has elements."""
+        numel = max(place.stop - place.start for place in places)
+        if self._zeros is None or self._zeros.numel() < numel:
+            self._zeros = torch.zeros(
+                numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
+            )
+        return self._zeros
 
     # --- verbs --------------------------------------------------------------------------------
 
@@ -157,17 +214,36 @@ class GradMemory:
     # --- sums ---------------------------------------------------------------------------------
 
     def _make(self, what: str, numel: int) -> Rest:
-        return self._flat.make_rest(self._tier, what, numel, self._flat.dtypes.master)
+        dtype = self._flat.dtypes.master
+        if self._frees:
+            return self._flat.make_unfilled(what, numel, dtype)
+        return self._flat.make_rest(self._tier, what, numel, dtype)
 
-    def make_sums(self) -> Rest:
+    def forget(self) -> None:
+        """All gradients were dropped."""
+        self.holds = self.has_sums = False
+        if self._frees:
+            for rest in (self.summed, self.held):
+                if rest is not None:
+                    rest.free()
+            self.summed = self.held = self._open = None
+
+    def make_sums(self, *, zero: bool = True) -> Rest:
+        """The summed gradient; if it is new, it is zero, unless it will be overwritten anyway."""
         if self.summed is None:
             self.summed = self._make("gradients", self._flat.optim_at.numel)
+            if zero and self._frees:
+                loan = self.summed.whole()
+                loan.for_stream().zero_()
+                loan.give_back(changed=True)
         return self.summed
 
     def _open_sums(self, *, adds: bool) -> torch.Tensor:
         """The summed gradient on the device; ``adds``: with its present values."""
         self._summing = True
-        self._open = self._flat.staging.bring(self.make_sums().whole(reads=adds), reads=adds)
+        self._open = self._flat.staging.bring(
+            self.make_sums(zero=adds).whole(reads=adds), reads=adds
+        )
         if self.factor != 1.0:
             self._open.tensor.mul_(self.factor)
             self.factor = 1.0

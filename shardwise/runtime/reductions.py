@@ -50,13 +50,10 @@ class Reductions:
 
         Returns whether its unit now has all gradients that it had in the recorded backward.
         """
-        full, unit = slot.flat.grads.full, slot.unit
-        if full is None:
-            full = slot.flat.grads.buffer()
-        place = full[slot.place].view(slot.spec.param.shape)
+        unit = slot.unit
         with torch.no_grad():
             dense = grad.to_dense() if grad.is_sparse else grad.detach()
-            place.add_(dense) if slot.pending else place.copy_(dense)
+            slot.flat.grads.arrive(slot, dense, adds=slot.pending)
         slot.pending = slot.used = True
         slot.arrivals += 1
         if slot.arrivals <= self._expected.get(slot, 0) and not unit.is_tile:

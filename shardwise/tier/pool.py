@@ -6,6 +6,8 @@ returns it to the system.
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -71,6 +73,12 @@ class Pool:
     def give(self, storage: torch.UntypedStorage, *, last_use: streams.Mark = None) -> None:
         """Take memory back. ``last_use`` is the end of the work that uses it; by default that is
         what the current stream has so far."""
+        if last_use is None and self._home is not None and self._is_home():
+            # Torch's allocator reuses it in the order of that stream, for anything.
+            with self._lock:
+                self.held_bytes -= self._size(storage.nbytes())
+            self._budget.release(self._size(storage.nbytes()))
+            return
         used = last_use or streams.mark(self.beside)
         with self._lock:
             self._idle[storage.nbytes()].append((storage, used))
@@ -90,6 +98,10 @@ class Pool:
         del idle
         self._budget.release(freed)
 
+    def _is_home(self) -> bool:
+        now = streams.current_stream(self._device)
+        return self._home is not None and now.stream_id == self._home.stream_id
+
     def _size(self, nbytes: int) -> int:
         """What a buffer takes of the budget."""
         return nbytes if separate_memory(self._device) else memory.pinned_bytes(nbytes, self.beside)
@@ -97,12 +109,21 @@ class Pool:
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         if self._home is None:
             return memory.pinned_memory(nbytes, self.beside)
+        with self.at_home():
+            return torch.UntypedStorage(nbytes, device=self._device)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Inside, torch allocates on the stream of compute, so that compute can use the memory as
+        soon as it is freed. What the caller enqueues afterwards may use it."""
+        if self._home is None:
+            yield
+            return
         with streams.on_stream(self._home):
-            storage = torch.UntypedStorage(nbytes, device=self._device)
+            yield
             free = streams.mark(self._device)
         # The home stream may be behind in work on what it freed: this memory may be of that.
         streams.order_after(free)
-        return storage
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

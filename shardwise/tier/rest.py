@@ -14,7 +14,7 @@ user on the host waits, and a disk by itself.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -87,9 +87,14 @@ class Resident:
 
     is_resident = True
 
-    def __init__(self, tensor: torch.Tensor, beside: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        beside: torch.device | None = None,
+        on_free: Callable[[], None] | None = None,
+    ) -> None:
         self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
-        self.beside = beside
+        self.beside, self._on_free = beside, on_free
         self._uses: list[Mark] = []
         """The ends of uses on streams that may not be over."""
 
@@ -119,7 +124,8 @@ class Resident:
         return _View(self, self.tensor)
 
     def free(self) -> None:
-        pass
+        if self._on_free is not None:
+            self._on_free()
 
 
 class _View:
@@ -327,6 +333,13 @@ class Homes:
         self.budgets[tier].claim(memory.pinned_bytes(nbytes, self.device), f"The {label}")
         pinned = tensor_on(memory.pinned_memory(nbytes, self.device), numel, dtype)
         return Resident(pinned, self.device if separate_memory(self.device) else None)
+
+    def unfilled(self, numel: int, dtype: torch.dtype, label: str) -> "Resident":
+        """A shard on the device with arbitrary contents, whose memory ``free`` returns."""
+        budget, nbytes = self.budgets["device"], numel * dtype.itemsize
+        budget.claim(nbytes, f"The {label}")
+        tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        return Resident(tensor, on_free=lambda: budget.release(nbytes))
 
     def settle(self) -> None:
         """Wait for writes; raise the error of one that failed."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
 from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.surface import grads
 
 
 def wrap(runtime: Runtime, optimizer: Optimizer, recover: Callable[[], None]) -> None:
@@ -19,7 +20,7 @@ def wrap(runtime: Runtime, optimizer: Optimizer, recover: Callable[[], None]) ->
     """
     add = _checked_add(runtime, optimizer.add_param_group)
     _shadow(runtime, optimizer, "step", _guarded_step(optimizer.step, recover))
-    _shadow(runtime, optimizer, "zero_grad", _recovered(optimizer.zero_grad, recover))
+    _shadow(runtime, optimizer, "zero_grad", _forgetting(runtime, optimizer.zero_grad, recover))
     _shadow(runtime, optimizer, "add_param_group", add)
 
 
@@ -47,13 +48,18 @@ def _guarded_step(step: Callable[..., Any], recover: Callable[[], None]) -> Call
     return guarded
 
 
-def _recovered(method: Callable[..., Any], recover: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def recovered(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _forgetting(
+    runtime: Runtime, zero_grad: Callable[..., Any], recover: Callable[[], None]
+) -> Callable[..., Any]:
+    @functools.wraps(zero_grad)
+    def forgetting(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         recover()
-        return method(*args, **kwargs)
+        result = zero_grad(*args, **kwargs)
+        if not runtime.in_pass:
+            grads.read(runtime)  # so that the memory of dropped gradients is free in forward
+        return result
 
-    return recovered
+    return forgetting
 
 
 def _checked_add(runtime: Runtime, add: Callable[[dict[str, Any]], None]) -> Callable[..., None]:

@@ -44,8 +44,7 @@ class Window:
         return self.flat.device if self.flat.optim_tier == "device" else HOST
 
     def lend_grad(self) -> None:
-        assert self.flat.grads.summed is not None
-        grad = self.flat.grads.summed.lend(*self.inside)
+        grad = self.flat.grads.make_sums().lend(*self.inside)
         comes = separate_memory(grad.tensor.device) and self._updates_on == HOST
         self.grad = self.flat.staging.fetch(grad) if comes else grad
 

@@ -142,7 +142,7 @@ def _forget(slots: list[ParamSlot]) -> None:
         flats.setdefault(slot.flat, []).append(slot)
     for flat, forgotten in flats.items():
         if not [slot for slot in flat.slots if slot.has_grad]:
-            flat.grads.holds = flat.grads.has_sums = False
+            flat.grads.forget()
             continue
         # Later reductions add to the flat, so a dropped gradient must read as zero.
         with open_grads(flat, writes=True) as opened:

@@ -9,6 +9,7 @@ rank's shard. Everything else that would read values raises an error that says w
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -39,13 +40,19 @@ class GradOwner(Protocol):
         ...
 
 
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element for all guarded gradients: an allocation of a device takes 512 bytes at least."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
 class GuardedGrad(torch.Tensor):
     """A gradient that is reduced and sharded. See the module's docstring."""
 
     @staticmethod
     def make(parameter: nn.Parameter, owner: GradOwner) -> "GuardedGrad":
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            nothing = _nothing(parameter.dtype, parameter.device)
             grad = nothing.expand(parameter.shape).as_subclass(GuardedGrad)
         guard.OWNERS[grad] = weakref.ref(owner)
         return grad

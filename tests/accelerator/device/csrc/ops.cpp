@@ -249,8 +249,11 @@ void fallback(const c10::OperatorHandle& op, Values* stack) {
   bool empty = true;
   for (auto& u : call.uses) empty &= u.begin == u.end;
   enqueue(current_stream(call.device), empty ? "" : call.name, call.uses,
-          [op, real = call.real, out_views, is_fresh]() mutable {
+          [op, name = call.name, real = call.real, out_views, is_fresh]() mutable {
             at::AutoDispatchBelowADInplaceOrView guard;
+            // Devices keep the statistics in float32; the CPU kernel wants its weights' type.
+            if (name == "aten::native_layer_norm_backward" && real[5].isTensor() && real[5].toTensor().defined())
+              for (int i : {3, 4}) real[i] = real[i].toTensor().to(real[5].toTensor().scalar_type());
             op.callBoxed(&real);
             Values made;
             for (size_t i = 0; i < is_fresh.size(); i++)
