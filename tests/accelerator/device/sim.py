@@ -40,6 +40,25 @@ class Event(torch.Event):
         return torch.Event.__new__(cls, "sim", enable_timing=enable_timing, blocking=blocking)
 
 
+class _Runtime:
+    """The two functions of CUDA's runtime library that pin pages which the host has already."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        code = int(_device.host_register(address, nbytes))
+        if code == 0:
+            self._sizes[address] = nbytes
+        return code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return int(_device.host_unregister(address, self._sizes.pop(address)))
+
+
+_runtime = _Runtime()
+
+
 def _index(device: Any = None) -> int:
     if device is None:
         return torch.accelerator.current_device_index()
@@ -85,6 +104,7 @@ def _functions() -> dict[str, Any]:
             stream_id=0, device_index=_index(device), device_type=torch.device("sim").type
         ),
         "set_stream": accelerator.set_stream,
+        "cudart": lambda: _runtime,
         "stream": _use_stream,
         "device": accelerator.device_index,
         "is_available": lambda: True,

@@ -99,6 +99,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     TORCH_CHECK(0 < n && n <= kMostDevices, "the simulation has at most ", kMostDevices, " devices");
     world().device_count = n;
   });
+  m.def("host_register", [](uintptr_t begin, size_t bytes) {
+    if (!register_pinned(begin, bytes)) return 1;
+    Lock lock(world().mutex);
+    auto& stats = pinned_stats();
+    stats.allocated += bytes;
+    stats.peak = std::max(stats.peak, stats.allocated);
+    return 0;
+  });
+  m.def("host_unregister", [](uintptr_t begin, size_t bytes) {
+    if (!unregister_pinned(begin)) return 1;
+    Lock lock(world().mutex);
+    pinned_stats().allocated -= bytes;
+    return 0;
+  });
   m.def("set_memory_limit", &set_memory_limit);
   m.def("ever_used", &ever_used);
   m.def("default_generator", &default_generator);

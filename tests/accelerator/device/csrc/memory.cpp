@@ -409,7 +409,10 @@ void use_pinned(const void* address, Stream& on) {
   Lock lock(world().mutex);
   auto& blocks = pinned().blocks;
   auto it = blocks.upper_bound(reinterpret_cast<uintptr_t>(address));
-  if (it != blocks.begin()) std::prev(it)->second.used_on.insert({on.device, on.id});
+  if (it == blocks.begin()) return;
+  --it;
+  if (reinterpret_cast<uintptr_t>(address) < it->first + it->second.bytes)  // else it was registered
+    it->second.used_on.insert({on.device, on.id});
 }
 void set_memory_limit(size_t bytes) {
   Lock lock(world().mutex);

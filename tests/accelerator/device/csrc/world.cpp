@@ -18,8 +18,16 @@ constexpr size_t kMostRaces = 1000;
 struct Maps {  // device memory is closed to the host; pinned memory is mapped twice
   char *facade[kMostDevices] = {}, *alias[kMostDevices] = {}, *host = nullptr, *dma = nullptr;
   size_t device_top[kMostDevices] = {}, pinned_top = 0;
-  std::multimap<size_t, uintptr_t> spare;  // pinned addresses are not given back, so none here
+  std::map<uintptr_t, std::pair<size_t, char*>> registered;  // the host's own pages: bytes, second mapping
 } maps;
+
+const std::pair<const uintptr_t, std::pair<size_t, char*>>* registered_at(const void* address) {
+  auto at = reinterpret_cast<uintptr_t>(address);
+  auto it = maps.registered.upper_bound(at);
+  if (it == maps.registered.begin()) return nullptr;
+  --it;
+  return at < it->first + it->second.first ? &*it : nullptr;
+}
 
 thread_local int t_device = 0;
 thread_local int t_stream[kMostDevices] = {};
@@ -68,16 +76,23 @@ void on_fault(int number, siginfo_t* info, void* context) {
   sigaction(number, &before_us, nullptr);  // the access is repeated, and fails for whoever was here
 }
 
+void watch_faults() {
+  static bool watched = false;
+  if (watched) return;
+  watched = true;
+  struct sigaction ours = {};
+  ours.sa_sigaction = on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &ours, &before_us);
+}
+
 void map_pinned() {
   int file = memfd_create("simulated-pinned", 0);
   TORCH_CHECK(file >= 0 && ftruncate(file, kPinnedSpan) == 0, "simulated device: no pinned memory");
   maps.host = map_or_raise(kPinnedSpan, PROT_READ | PROT_WRITE, MAP_SHARED, file);
   maps.dma = map_or_raise(kPinnedSpan, PROT_READ | PROT_WRITE, MAP_SHARED, file);
   close(file);
-  struct sigaction ours = {};
-  ours.sa_sigaction = on_fault;
-  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGSEGV, &ours, &before_us);
+  watch_faults();
 }
 
 bool slow_now(Stream& s, const Delays& d) {
@@ -245,13 +260,50 @@ int device_of(const void* address) {
 bool on_device(const void* address) { return device_of(address) >= 0; }
 bool is_pinned(const void* address) {
   auto* at = static_cast<const char*>(address);
-  return maps.host && at >= maps.host && at < maps.host + kPinnedSpan;
+  if (maps.host && at >= maps.host && at < maps.host + kPinnedSpan) return true;
+  return !maps.registered.empty() && registered_at(address);
 }
 void* alias(void* address) {
   int d = device_of(address);
   if (d >= 0) return maps.alias[d] + (static_cast<char*>(address) - maps.facade[d]);
+  if (auto* found = maps.registered.empty() ? nullptr : registered_at(address))
+    return found->second.second + (reinterpret_cast<uintptr_t>(address) - found->first);
   if (is_pinned(address)) return maps.dma + (static_cast<char*>(address) - maps.host);
   return address;
+}
+// As cudaHostRegister: pages that the host has already become pinned. They are mapped anew, twice.
+bool register_pinned(uintptr_t begin, size_t asked) {
+  if (begin % kPage || !asked) return false;
+  Lock lock(world().mutex);
+  size_t bytes = (asked + kPage - 1) / kPage * kPage;
+  int file = memfd_create("simulated-registered", 0);
+  TORCH_CHECK(file >= 0 && ftruncate(file, bytes) == 0, "simulated device: no pinned memory");
+  auto* second = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  memcpy(second, reinterpret_cast<void*>(begin), bytes);
+  void* again = mmap(reinterpret_cast<void*>(begin), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+  close(file);
+  TORCH_CHECK(again != MAP_FAILED, "simulated device: pages cannot be pinned");
+  auto region = std::make_unique<Region>();
+  region->begin = begin;
+  region->bytes = bytes;
+  region->asked = asked;
+  region->device = -1;
+  world().regions[begin] = std::move(region);
+  maps.registered[begin] = {bytes, second};
+  watch_faults();
+  return true;
+}
+size_t unregister_pinned(uintptr_t begin) {  // whoever calls it has waited for what uses the pages
+  Lock lock(world().mutex);
+  auto it = maps.registered.find(begin);
+  if (it == maps.registered.end()) return 0;
+  auto [bytes, second] = it->second;
+  std::erase(world().closed, world().regions.at(begin).get());
+  world().regions.erase(begin);
+  mprotect(reinterpret_cast<void*>(begin), bytes, PROT_READ | PROT_WRITE);
+  munmap(second, bytes);
+  maps.registered.erase(it);
+  return bytes;
 }
 uintptr_t reserve_device(int device, size_t bytes) {
   if (!maps.facade[device]) {

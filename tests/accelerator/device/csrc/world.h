@@ -122,6 +122,8 @@ void* alias(void* address);  // where a stream finds these bytes
 uintptr_t reserve_device(int device, size_t bytes);
 uintptr_t reserve_pinned(size_t bytes);
 void open_pages(Region& region);
+bool register_pinned(uintptr_t begin, size_t bytes);
+size_t unregister_pinned(uintptr_t begin);
 
 // Streams.
 void check_started();  // raises in a forked child
