@@ -157,7 +157,8 @@ class Prices:
             inside = [hop for hop in hops if hop.step < rungs.params]
             raw = (self.hops(use, some, reduces=True) for some in (inside, hops[len(inside) :]))
             return [(_joined(list(raw)), [])]
-        chunks = max(1, -(-numel // chunk_numel(rungs.granules)))
+        longest = chunk_numel(numel, rungs.granules, accelerated=self.cluster.device.is_accelerator)
+        chunks = max(1, -(-numel // longest))
         simulated = min(chunks, MOST_CHUNKS)
         by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
         last = [by_hop.pop()] if op.overlaps else []
