@@ -1,5 +1,6 @@
 """The working memory of wire formats: payloads, chunks in flight, and what error feedback keeps."""
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec
@@ -78,7 +79,7 @@ def _reductions(units: list[Sized], accumulates: bool, accelerated: bool) -> int
         for unit in units
         for flat in trained_flats(unit.unit)
     ]
-    uses = zip(*(astuple(one) for one in found), strict=True)
+    uses: Iterable[tuple[int, ...]] = zip(*(astuple(one) for one in found), strict=True)
     return sum(max(sizes) for sizes in uses)
 
 
