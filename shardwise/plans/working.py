@@ -1,6 +1,5 @@
 """The working memory of wire formats: payloads, chunks in flight, and what error feedback keeps."""
 
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec
@@ -79,8 +78,7 @@ def _reductions(units: list[Sized], accumulates: bool, accelerated: bool) -> int
         for unit in units
         for flat in trained_flats(unit.unit)
     ]
-    uses: Iterable[tuple[int, ...]] = zip(*(astuple(one) for one in found), strict=True)
-    return sum(max(sizes) for sizes in uses)
+    return int(sum(map(max, zip(*map(astuple, found), strict=True))))
 
 
 def _reduction(unit: Sized, flat: FlatSpec, accumulates: bool, accelerated: bool) -> _Reduction:
@@ -97,7 +95,7 @@ def _reduction(unit: Sized, flat: FlatSpec, accumulates: bool, accelerated: bool
     columns = next(chunk_columns(granule, rows, accelerated=accelerated))
 
     def share(nbytes: int) -> int:
-        return nbytes * columns.stop // granule
+        return int(nbytes * columns.stop // granule)
 
     outer, encoded, plain = outer_step(unit.unit, rungs, unit.plan), {}, {}
     for index, format in formats.items():

@@ -280,16 +280,16 @@ class LaunchCodec(_Blocks):
 
     def __init__(self, spec: Format, granule: int, device: torch.device) -> None:
         super().__init__(spec, granule, device)
-        self._kernel = payload_kernel(spec, device)
+        self.kernel = payload_kernel(spec, device)
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         if values.numel():
-            self._kernel.encode(*self._matrices(values, payload))
+            self.kernel.encode(*self._matrices(values, payload))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         if out.numel():
             values, rows = self._matrices(out, payload)
-            self._kernel.decode(rows, values)
+            self.kernel.decode(rows, values)
 
     def add(self, payload: Tensor, total: Tensor) -> None:
         self.correct(payload, total, total.dtype)
@@ -297,7 +297,7 @@ class LaunchCodec(_Blocks):
     def correct(self, payload: Tensor, values: Tensor, dtype: torch.dtype) -> None:
         if values.numel():
             totals, rows = self._matrices(values, payload)
-            self._kernel.add(rows, totals, dtype)
+            self.kernel.add(rows, totals, dtype)
 
     def encode_granules(
         self,
@@ -308,7 +308,7 @@ class LaunchCodec(_Blocks):
         residual: Tensor | None = None,
     ) -> None:
         rows = payload.view(len(values), -1)
-        self._kernel.encode(values.detach(), rows, skip=skip, residual=residual)
+        self.kernel.encode(values.detach(), rows, skip=skip, residual=residual)
 
     def sum(
         self,
@@ -320,7 +320,7 @@ class LaunchCodec(_Blocks):
         scale: float,
         add: bool,
     ) -> None:
-        self._kernel.sum(payload, own, out, coordinate, scale=scale, add=add)
+        self.kernel.sum(payload, own, out, coordinate, scale=scale, add=add)
 
     def _matrices(self, values: Tensor, payload: Tensor) -> tuple[Tensor, Tensor]:
         assert payload.numel() == self.nbytes(values.numel())

@@ -69,21 +69,21 @@ class PayloadKernel(Protocol):
 
 
 Maker = Callable[[Format], PayloadKernel]
-_MAKERS: dict[str, Maker] = {}
+MAKERS: dict[str, Maker] = {}
 """Kernels that backends bring along, by the type of their devices."""
 
 
 def register_kernels(device_type: str, maker: Maker) -> None:
     """From now on devices of a type use these kernels: for backends that triton has none for."""
-    _MAKERS[device_type] = maker
+    MAKERS[device_type] = maker
 
 
 def payload_kernel(spec: Format, device: torch.device) -> PayloadKernel:
     """The fastest kernel for a format on an accelerator."""
-    if (maker := _MAKERS.get(device.type)) is not None:
+    if (maker := MAKERS.get(device.type)) is not None:
         return maker(spec)
     if not runs_triton(device):
-        _warn_of_slowness(device.type)
+        warn_of_slowness(device.type)
         return EagerPayloads(spec)
     try:
         from shardwise.wire.triton_kernels import TritonPayloads
@@ -96,7 +96,8 @@ def payload_kernel(spec: Format, device: torch.device) -> PayloadKernel:
 
 
 @cache
-def _warn_of_slowness(device_type: str) -> None:
+def warn_of_slowness(device_type: str) -> None:
+    """Rank 0 says once that a type of device has no kernels."""
     if os.environ.get("RANK", "0") == "0":
         _log.warning(
             "Wire formats int8 and int4 have no kernels for devices of type %s: they are encoded "

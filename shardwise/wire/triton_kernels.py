@@ -15,6 +15,7 @@ where a product is not exact, the one division is ``div_rn``, and rounding half 
 addition of 1.5 * 2**23, after which a float32 has no fraction left.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -62,9 +63,25 @@ def alignment(spec: Format, size: int, address: int) -> int:
     return 1 if any(place % wanted for place in places) else wanted
 
 
+_VARYING = frozenset(
+    [
+        "tiles",
+        "granule_bytes",
+        "member_bytes",
+        "code_quads",
+        "members",
+        "coordinate",
+        "skip_start",
+        "skip_count",
+    ]
+)
+"""Arguments for whose values no kernel is compiled anew: it would gain nothing."""
+
+
 def _kernel(function: Callable[..., Any]) -> Any:
     """``triton.jit`` with a type, which triton lacks."""
-    return triton.jit(function)
+    names = inspect.signature(function).parameters
+    return triton.jit(function, do_not_specialize=[name for name in _VARYING if name in names])
 
 
 @_kernel
@@ -267,6 +284,20 @@ def _decode(
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
 
 
+def shape_of(spec: Format, rows: int, align: int) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    return {
+        "rows": rows,
+        "block": spec.block,
+        "code_bits": CODE_BITS[spec.kind],
+        "minmax": spec.minmax,
+        "row_nbytes": row_bytes(spec, spec.block),
+        "align": align,
+        "symmetric_top": reference.SYMMETRIC_TOP[spec.kind],
+        "num_warps": 4 if rows * spec.block <= TILE else 8,
+    }
+
+
 class TritonPayloads:
     """A ``PayloadKernel`` of which every call is one launch."""
 
@@ -350,15 +381,6 @@ class TritonPayloads:
         granule_bytes = wire_bytes(spec, size)
         tile = tile_rows(spec, size)
         code_total = -(-size * CODE_BITS[spec.kind] // 8)
-        shape = {
-            "rows": tile,
-            "block": spec.block,
-            "code_bits": CODE_BITS[spec.kind],
-            "minmax": spec.minmax,
-            "row_nbytes": row_bytes(spec, spec.block),
-            "align": alignment(spec, size, payload.data_ptr()),
-            "symmetric_top": reference.SYMMETRIC_TOP[spec.kind],
-            "num_warps": 4 if tile * spec.block <= TILE else 8,
-        }
+        shape = shape_of(spec, tile, alignment(spec, size, payload.data_ptr()))
         places = -(-size // (tile * spec.block)), size, code_total // 4, code_total % 4
         return shape, (*places, granule_bytes), places[0]

@@ -1,6 +1,5 @@
 """Codecs on the CPU: bits, error bounds, and everything that is not a nice number."""
 
-import sys
 import threading
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.core.errors import UsageError
 from shardwise.core.wire import Format, row_bytes, wire_bytes
 from shardwise.device.abilities import chunk_numel
 from shardwise.wire import cpu, make_codec, reference
@@ -431,12 +429,3 @@ def test_casts_add_in_the_totals_dtype(text: str, wide: torch.dtype) -> None:
     sums = total + travelled(text, values).to(wide)
     make_codec(Format.parse(text), 200_000).add(encoded(text, values), total)
     assert torch.equal(total, sums)
-
-
-def test_only_cuda_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "shardwise.wire.triton_kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    travelled("int8", gaussian(300))
-    with pytest.raises(UsageError, match="pip install triton"):
-        make_codec(Format("int8"), 300, "cuda")
-    make_codec(Format("bf16"), 300, "cuda")
