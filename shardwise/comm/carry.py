@@ -1,4 +1,5 @@
-"""Carries flats over hops, raw or encoded: up the ladder (gather, refresh) and down it (reduce).
+"""Carries flats over hops, raw or encoded: up the ladder (gather, refresh); ``descend.py`` has the
+way down (reduce).
 
 [Note: Payloads]
 A hop with a wire format moves a *payload*: the encoded form of a flat, in which every granule (a
@@ -7,11 +8,6 @@ shard of any rung is contiguous, and hops cut it as they cut the flat. On the wa
 owns the values encodes them once, and the payload is forwarded unchanged over all hops of one
 format. All ranks, including the owner, then use the decoded values. That is the replica rule: all
 holders of an interval have equal bits, whatever encoding lost.
-
-[Note: Columns]
-On the way down an encoded flat is cut into chunks: the same *columns* of every granule, side by
-side, are a small flat with the same ladder. The last leg runs in a separate lane, so the outer hop
-of one chunk travels while the inner hops of the next are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +17,14 @@ from typing import Protocol
 
 import torch
 
+from shardwise.comm.descend import descend
 from shardwise.comm.lane import Early, Lane
-from shardwise.comm.link import Link, accumulate, pieces
+from shardwise.comm.link import Link
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
 from shardwise.core.trace import span
 from shardwise.core.wire import Format
-from shardwise.plans.hops import chunk_columns
+from shardwise.device.abilities import separate_memory
 from shardwise.plans.ops import Hop
 from shardwise.wire.codec import CastCodec, Codec, make_codec
 
@@ -89,6 +86,7 @@ class Carrier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.accelerated = separate_memory(device)
         self._codecs: dict[tuple[Format | torch.dtype, int], Codec] = {}
         self._memory: dict[str, torch.Tensor] = {}
         self._read: Sequence[Leg] = ()
@@ -169,11 +167,7 @@ class Carrier:
         codec = self.codec(format, difference.dtype, flat.granule)
         payload = self._send_up(flat, codec, run, difference)
         target = buffer[flat.interval(run[-1].high).relative_to(origin)]
-        for elements, nbytes in codec.chunks(target.numel()):
-            total = target[elements].to(new.dtype)  # a view if the dtypes are equal
-            codec.add(payload[nbytes], total)
-            if total.dtype != target.dtype:
-                target[elements].copy_(total)
+        codec.correct(payload, target, new.dtype)
         self.climb(flat, buffer, origin, [leg for _, later in rest for leg in later])
 
     def _send_up(
@@ -210,98 +204,7 @@ class Carrier:
 
         With ``outer`` the last leg runs there; wait for it before reading ``out``.
         """
-        if not any(flat.format(leg.hop) for leg in legs):
-            if outer is not None:
-                outer.last.order_stream()  # another flat's last leg may still use that link
-            self._descend_raw(flat, source, top, legs, out, scale=scale, add=add)
-            if outer is not None:
-                finish(legs)
-            return
-        rows, sums = source.view(-1, flat.granule), out.view(-1, flat.granule)
-        dtype = torch.promote_types(source.dtype, torch.float32)
-        first: Leg | None = legs[0]
-        others = list(legs[1:])
-        if outer is not None and not others:
-            # The only leg runs later, when the source may be gone: it gets a copy.
-            first, others = None, list(legs)
-        low = top if first is None else first.low
-        for columns in chunk_columns(flat.granule, len(rows)):
-            chunk = _Chunk(flat, columns)
-            # This chunk must not overwrite the values that the outer lane still uses.
-            role = f"values {outer.turn()}" if outer else "values"
-            mine = flat.rows(low, top)
-            values = self.scratch(role, (mine.stop - mine.start) * chunk.granule, dtype)
-            values = values.view(-1, chunk.granule).copy_(rows[mine, columns])
-            if first is not None:
-                self._sum(chunk, first, rows[:, columns], values)
-            for leg in others[:-1]:
-                self._sum(
-                    chunk, leg, values[flat.rows(leg.high, low)], values[flat.rows(leg.low, low)]
-                )
-
-            def end(carrier: Carrier, chunk: _Chunk = chunk, values: torch.Tensor = values) -> None:
-                own = values[flat.rows(legs[-1].low, low)]
-                if others:
-                    carrier._sum(chunk, others[-1], values[flat.rows(others[-1].high, low)], own)
-                accumulate(own, sums[:, chunk.columns], scale=scale, add=add)
-
-            outer.run(end, f"reduce {flat.unit_name}") if outer else end(self)
-
-    def _descend_raw(
-        self,
-        flat: Carried,
-        source: torch.Tensor,
-        top: int,
-        legs: Sequence[Leg],
-        out: torch.Tensor,
-        *,
-        scale: float,
-        add: bool,
-    ) -> None:
-        """Raw hops: each sums in place into this rank's piece, which no other rank reads."""
-        origin = flat.interval(top).start
-        codec = self.codec(None, source.dtype, flat.granule)
-        for leg in legs:
-            whole = source[flat.interval(leg.high).relative_to(origin)]
-            own = source[flat.interval(leg.low).relative_to(origin)]
-            payload = whole.view(torch.uint8)
-            if leg is legs[-1]:
-                leg.link.reduce(payload, own, out, leg.key, codec, scale=scale, add=add)
-            else:
-                leg.link.reduce(payload, own, own, leg.key, codec, scale=1.0, add=False)
-        if not legs:
-            accumulate(source, out, scale=scale, add=add)
-
-    def _sum(self, chunk: "_Chunk", leg: Leg, rows: torch.Tensor, own: torch.Tensor) -> None:
-        """One hop of a chunk: ``own``, this rank's piece of ``rows``, becomes all ranks' sum."""
-        flat, size = chunk.flat, leg.hop.size
-        codec = self.codec(flat.format(leg.hop), flat.reduce_dtype, chunk.granule)
-        payload = self.payload(codec.nbytes(rows.numel()), (leg,))
-        residual = flat.residual(leg.hop)
-        sent, encoded = rows.view(size, -1, chunk.granule), pieces(payload, size)
-        for member, i in enumerate(i for i in range(size) if i != leg.link.coordinate):
-            piece = sent[i]
-            if residual is not None:
-                _add_residual(codec, piece[0], encoded[i], residual[member, chunk.columns])
-            elif piece.is_contiguous():
-                codec.encode(piece.view(-1), encoded[i])
-            else:
-                for row, granule in zip(piece, pieces(encoded[i], len(piece)), strict=True):
-                    codec.encode(row, granule)
-        total = own.view(-1)
-        leg.link.reduce(payload, total, total, leg.key, codec, scale=1.0, add=False)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Some columns of every granule of a flat; see [Note: Columns]."""
-
-    flat: Carried
-    columns: slice
-
-    @property
-    def granule(self) -> int:
-        return int(self.columns.stop - self.columns.start)
+        descend(self, flat, source, top, legs, out, scale=scale, add=add, outer=outer)
 
 
 class Outer:
@@ -355,15 +258,3 @@ class Carriers:
 def _runs(flat: Carried, legs: Sequence[Leg]) -> list[tuple[Format | None, list[Leg]]]:
     """Consecutive legs of one format."""
     return [(format, list(run)) for format, run in groupby(legs, lambda leg: flat.format(leg.hop))]
-
-
-def _add_residual(
-    codec: Codec, values: torch.Tensor, payload: torch.Tensor, residual: torch.Tensor
-) -> None:
-    """Error feedback: add the error of the last encoding, encode, and keep the new error."""
-    wanted = values + residual
-    codec.encode(wanted, payload)
-    codec.decode(payload, residual)
-    torch.sub(wanted, residual, out=residual)
-    # An overflow shows in the gradients themselves and must not return in every later step.
-    residual.nan_to_num_(0.0, 0.0, 0.0)

@@ -44,7 +44,7 @@ class Grid:
     gathers: Lane
     reduces: Lane
     outer: Lane
-    """Runs the last hop of encoded reductions (see ``comm/carry.py``), and refreshes."""
+    """Runs the last hop of encoded reductions (see ``comm/descend.py``), and refreshes."""
     labels: Labels
     limit_s: float
     _links: dict[tuple[str, Step], Link] = field(default_factory=dict)

@@ -12,9 +12,9 @@ to add what arrived to a running total.
 [Note: Choice of a link]
 Measured by ``benchmarks/hops.py`` on two cores, gloo's own collectives are the slowest way to move
 bytes, point-to-point messages are about twice as fast, and reading the peer's memory directly
-(``local.py``) is about twice as fast again and costs the sender no CPU time. So CUDA uses NCCL's
-collectives, ranks of one host read each other's memory if the kernel allows it, and everything else
-uses point-to-point messages.
+(``local.py``) is about twice as fast again and costs the sender no CPU time. So accelerators use
+their backend's collectives, ranks of one host read each other's memory if the kernel allows it, and
+everything else uses point-to-point messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import SyncError
 from shardwise.core.meter import count_sent
+from shardwise.device.abilities import separate_memory
 
 if TYPE_CHECKING:
     from shardwise.wire.codec import Codec
@@ -126,8 +127,10 @@ class Summer:
 def accumulate(value: torch.Tensor, out: torch.Tensor, *, scale: float, add: bool) -> None:
     """Set ``out`` to scale times a value, or add that."""
     if add:
-        # Adding across dtypes is not vectorised; converting first is ten times faster.
-        out.add_(value if value.dtype == out.dtype else value.to(out.dtype), alpha=scale)
+        if value.dtype != out.dtype and not separate_memory(out.device):
+            # On CPU adding across dtypes is not vectorised; converting first is ten times faster.
+            value = value.to(out.dtype)
+        out.add_(value, alpha=scale)
     elif scale == 1.0:
         out.copy_(value)
     else:
@@ -228,14 +231,15 @@ class PeerLink:
 
 
 class CollectiveLink:
-    """NCCL's own collectives. NCCL sums plain dtypes; encoded pieces are exchanged all-to-all."""
+    """The own collectives of a device's backend, which also sum plain floats.
 
-    kind = "NCCL"
+    Encoded pieces are exchanged all-to-all; ``reduce`` is for plain ones only.
+    """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         self.size, self.coordinate = len(ranks), list(ranks).index(rank)
+        self.kind = dist.get_backend(group).upper()
         self._group = group
-        self._summer = Summer()
         # The names are being replaced by *_single; use those that this torch has.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = (
@@ -258,23 +262,20 @@ class CollectiveLink:
         scale: float,
         add: bool,
     ) -> None:
+        assert codec.dtype is own.dtype, "a backend sums plain floats only"
         count_sent(key, (self.size - 1) * (payload.nbytes // self.size))
-        if codec.dtype is own.dtype:
-            whole = payload.view(own.dtype)
-            mine = pieces(whole, self.size)[self.coordinate]
-            if mine.data_ptr() != own.data_ptr():
-                mine.copy_(own)
-            self._reduce_scatter(own, whole, group=self._group)
-            if out.data_ptr() != own.data_ptr() or scale != 1.0 or add:
-                accumulate(own, out, scale=scale, add=add)
-            return
-        arrived = torch.empty_like(payload)
+        whole = payload.view(own.dtype)
+        mine = pieces(whole, self.size)[self.coordinate]
+        if mine.data_ptr() != own.data_ptr():
+            mine.copy_(own)
+        self._reduce_scatter(own, whole, group=self._group)
+        if out.data_ptr() != own.data_ptr() or scale != 1.0 or add:
+            accumulate(own.view(out.shape), out, scale=scale, add=add)
+
+    def exchange(self, payload: torch.Tensor, arrived: torch.Tensor, key: int) -> None:
+        """Every member gets its piece of all payloads: a row each, in order of coordinates."""
+        count_sent(key, (self.size - 1) * (payload.nbytes // self.size))
         dist.all_to_all_single(arrived, payload, group=self._group)
-        parts = pieces(arrived, self.size)
-        self._summer.sum(
-            lambda i, nbytes: parts[i][nbytes],
-            own, self.coordinate, self.size, codec, out, scale=scale, add=add,
-        )  # fmt: skip
 
     def finish(self) -> None:
         """Nothing to wait for: streams order the reuse of buffers."""

@@ -157,7 +157,8 @@ class Prices:
             inside = [hop for hop in hops if hop.step < rungs.params]
             raw = (self.hops(use, some, reduces=True) for some in (inside, hops[len(inside) :]))
             return [(_joined(list(raw)), [])]
-        chunks = max(1, -(-numel // chunk_numel(rungs.granules)))
+        longest = chunk_numel(numel, rungs.granules, accelerated=self.cluster.device.is_accelerator)
+        chunks = max(1, -(-numel // longest))
         simulated = min(chunks, MOST_CHUNKS)
         by_hop = [self._chunk(hop, numel, rungs, chunks, simulated) for hop in hops]
         last = [by_hop.pop()] if op.overlaps else []
@@ -174,9 +175,12 @@ class Prices:
         """One hop of one of the simulated chunks, each of which stands for several."""
         use, format = "reduce", hop.format
         piece = Hop(hop.step, hop.level, hop.size, hop.sent_bytes // chunks, format)
-        travel = self.hop(use, piece, reduces=format is None, direct=format is not None)
+        # An accelerator's backend sums casts as it sums raw values.
+        casts = self.cluster.device.is_accelerator and format is not None
+        summed = format is None or (casts and not (format.is_blocked or format.feedback))
+        travel = self.hop(use, piece, reduces=summed, direct=not summed)
         travel = replace(travel, seconds=travel.seconds * chunks / simulated)
-        if format is None:
+        if format is None or summed:
             return [travel]
         part = numel // rungs.ladder.parts[hop.step]
         others = part * (hop.size - 1) // hop.size // simulated

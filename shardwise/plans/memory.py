@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardwise.core.layout import DTYPE_BYTES, FlatSpec, ModelSpec, UnitSpec
+from shardwise.core.layout import FlatSpec, ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
-from shardwise.plans.hops import chunk_columns, payload_bytes
 from shardwise.plans.placed import kept_rung, trained_flats, travels
-from shardwise.plans.plan import Plan, Rungs, format_of, has_master, resolve
-from shardwise.plans.schedule import outer_step
+from shardwise.plans.plan import Plan, has_master, resolve
+from shardwise.plans.sized import Sized
 from shardwise.plans.updates import OPTIM_WORDS
+from shardwise.plans.working import working_bytes
 
 WRITES_IN_FLIGHT_BYTES = 1 << 26
 """Limit of all writes to a disk in flight; a single larger write is always allowed."""
@@ -84,40 +84,6 @@ class Memory:
         return held + self.wires + self.activations + self.allowance
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A unit with its plan resolved."""
-
-    unit: UnitSpec
-    plan: Plan
-    rungs: Rungs
-
-    def part_numel(self, flat: FlatSpec, rung: int) -> int:
-        return flat.numel // self.rungs.ladder.parts[rung]
-
-    def compute_bytes(self, rung: int) -> int:
-        """All flats of the unit on a rung, in the compute dtype."""
-        return sum(
-            self.part_numel(flat, rung) * self.dtype_bytes("compute", flat)
-            for flat in self.unit.flats
-        )
-
-    def rests(self, state: str, tier: str) -> bool:
-        return bool(getattr(self.plan, state).tier == tier)
-
-    def dtype_bytes(self, use: str, flat: FlatSpec) -> int:
-        return DTYPE_BYTES[self.dtype(use, flat)]
-
-    def dtype(self, use: str, flat: FlatSpec) -> str:
-        precision = self.plan.precision
-        choose = {
-            "compute": precision.compute_dtype,
-            "reduce": precision.reduce_dtype,
-            "master": precision.master_dtype,
-        }
-        return choose[use](flat.dtype)
-
-
 def memory(
     plan: Plan,
     model: ModelSpec,
@@ -133,13 +99,13 @@ def memory(
     ``optim_words`` is the number of values that the optimizer stores per element (Adam: 2).
     ``accumulates``: steps have several micro-batches under ``no_sync``. ``saved`` is what forward
     saves for backward; without it activations do not count. ``accelerated`` devices have their own
-    memory; then the disk's buffers are in host memory.
+    memory; then the disk's buffers are in host memory, and encoded reductions have longer chunks.
     """
     placed = _placed(plan, model, topology)
     staging = _staging(placed, plan, optim_words)
 
     def resting(tier: str) -> dict[str, int]:
-        terms: dict[str, Callable[[_Placed], int]] = {
+        terms: dict[str, Callable[[Sized], int]] = {
             "params": _params,
             "grads": lambda unit: _grads(unit, accumulates),
             "optim": lambda unit: _optim(unit, optim_words),
@@ -159,10 +125,7 @@ def memory(
         staging=0 if accelerated else staging,
         cpu=sum(resting("cpu").values()) + (staging if accelerated else 0),
         nvme=sum(resting("nvme").values()),
-        wires=_climbs(placed)
-        + max(_spread(unit) for unit in placed)
-        + _reductions(placed, accumulates)
-        + sum(_residuals(unit) for unit in placed),
+        wires=working_bytes(placed, accumulates=accumulates, accelerated=accelerated),
         budget=plan.tiers.device_bytes,
         allowance=_largest_gradient(placed) + optim // HOLES,
     )
@@ -175,9 +138,9 @@ def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, in
     return {root.unit.name: 0, **{placed.unit.name: _kept(placed) for placed in inner}}
 
 
-def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[_Placed]:
+def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[Sized]:
     return [
-        _Placed(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
+        Sized(unit, plan.for_unit(unit.name), resolve(plan, topology, unit.name))
         for unit in model.units
     ]
 
@@ -195,22 +158,22 @@ def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
     )
 
 
-def _params(placed: _Placed) -> int:
+def _params(placed: Sized) -> int:
     return placed.compute_bytes(placed.rungs.params)
 
 
-def _kept(placed: _Placed) -> int:
+def _kept(placed: Sized) -> int:
     rung = kept_rung(placed.rungs, placed.plan, encloses=False)
     if rung is None or not travels(placed.rungs, placed.plan):
         return 0  # nothing besides P itself
     return placed.compute_bytes(rung)
 
 
-def _gathered_root(root: _Placed) -> int:
+def _gathered_root(root: Sized) -> int:
     return root.compute_bytes(0) if travels(root.rungs, root.plan) else 0
 
 
-def _gathered_inner(inner: list[_Placed], prefetch: int) -> int:
+def _gathered_inner(inner: list[Sized], prefetch: int) -> int:
     sizes = [
         unit.compute_bytes(0)
         for unit in inner
@@ -219,7 +182,7 @@ def _gathered_inner(inner: list[_Placed], prefetch: int) -> int:
     return _pooled(sizes, prefetch + 1)
 
 
-def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
+def _staging(units: list[Sized], plan: Plan, optim_words: int) -> int:
     fetched = [
         unit.compute_bytes(unit.rungs.params)
         for unit in units[1:]
@@ -238,7 +201,7 @@ def _staging(units: list[_Placed], plan: Plan, optim_words: int) -> int:
     return moving + DISK_SCRATCH_BYTES
 
 
-def _made_states(placed: _Placed, window_numel: int, optim_words: int) -> int:
+def _made_states(placed: Sized, window_numel: int, optim_words: int) -> int:
     """States that the optimizer creates in the first step of a window, before they are moved."""
     if not placed.rests("optim", "nvme"):
         return 0
@@ -246,7 +209,7 @@ def _made_states(placed: _Placed, window_numel: int, optim_words: int) -> int:
     return max((min(window_numel, n) for n in numels), default=0) * optim_words * 4
 
 
-def _window(placed: _Placed, window_numel: int, optim_words: int) -> int:
+def _window(placed: Sized, window_numel: int, optim_words: int) -> int:
     """Buffers of one window for all states that rest on the disk."""
     largest = 0
     for flat in trained_flats(placed.unit):
@@ -265,7 +228,7 @@ def _pooled(sizes: list[int], at_once: int) -> int:
     return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
 
 
-def _grads(placed: _Placed, accumulates: bool) -> int:
+def _grads(placed: Sized, accumulates: bool) -> int:
     rungs = placed.rungs
     rests = [rungs.optim]
     if accumulates and rungs.grads != rungs.optim:
@@ -277,7 +240,7 @@ def _grads(placed: _Placed, accumulates: bool) -> int:
     )
 
 
-def _grad_buffers(units: list[_Placed]) -> int:
+def _grad_buffers(units: list[Sized]) -> int:
     root, *inner = (
         sum(flat.numel * unit.dtype_bytes("reduce", flat) for flat in trained_flats(unit.unit))
         for unit in units
@@ -285,14 +248,14 @@ def _grad_buffers(units: list[_Placed]) -> int:
     return root + _pooled(inner, 2)
 
 
-def _largest_gradient(units: list[_Placed]) -> int:
+def _largest_gradient(units: list[Sized]) -> int:
     return max(
         sum(flat.numel * unit.dtype_bytes("compute", flat) for flat in trained_flats(unit.unit))
         for unit in units
     )
 
 
-def _optim(placed: _Placed, optim_words: int) -> int:
+def _optim(placed: Sized, optim_words: int) -> int:
     def words(flat: FlatSpec) -> int:
         return optim_words + has_master(placed.plan, placed.rungs, flat.dtype)
 
@@ -302,77 +265,3 @@ def _optim(placed: _Placed, optim_words: int) -> int:
         * placed.dtype_bytes("master", flat)
         for flat in trained_flats(placed.unit)
     )
-
-
-def _climbs(units: list[_Placed]) -> int:
-    """The largest payload of a gather and of a refresh, and the largest difference."""
-    payloads: dict[str, list[int]] = {"params": [0], "optim": [0]}
-    differences = [0]
-    for unit in units:
-        rungs, steps = unit.rungs, unit.rungs.ladder.steps
-        climbs = ((0, rungs.params, "params"), (rungs.params, rungs.optim, "optim"))
-        for flat in unit.unit.flats:
-            for top, bottom, state in climbs:
-                dtype = unit.dtype("compute", flat)
-                wire = getattr(unit.plan, state).wire
-                for rung in range(top, bottom):
-                    format = format_of(wire, steps[rung], dtype)
-                    if format is None or steps[rung].size == 1:
-                        continue
-                    payloads[state].append(payload_bytes(flat, rungs, rung, dtype, format))
-                    if format.delta:
-                        words = unit.dtype_bytes("master", flat)
-                        differences.append(unit.part_numel(flat, rungs.optim) * words)
-    return max(payloads["params"]) + max(payloads["optim"]) + max(differences)
-
-
-def _spread(placed: _Placed) -> int:
-    """The largest payload of sums on the way back to replicas, unless they are sent raw."""
-    rungs, wire = placed.rungs, placed.plan.grads.wire
-    payloads = [0]
-    for flat in trained_flats(placed.unit):
-        dtype = placed.dtype("reduce", flat)
-        for rung in range(rungs.optim, rungs.bottom):
-            step = rungs.ladder.steps[rung]
-            format = format_of(wire, step, dtype)
-            if step.size > 1 and (format or dtype != placed.dtype("master", flat)):
-                payloads.append(payload_bytes(flat, rungs, rung, dtype, format))
-    return max(payloads)
-
-
-def _reductions(units: list[_Placed], accumulates: bool) -> int:
-    """Chunks of the largest encoded reduction: sums in float32, and payloads of their hops."""
-    needed = [0]
-    for unit in units:
-        rungs = unit.rungs
-        for flat in trained_flats(unit.unit):
-            dtype = unit.dtype("reduce", flat)
-            granule = flat.numel // rungs.granules
-            columns = next(chunk_columns(granule, rungs.granules))
-            share = columns.stop / granule
-            payloads = {
-                index: payload_bytes(flat, rungs, index, dtype, format)
-                for index, step in enumerate(rungs.ladder.steps)
-                if step.size > 1 and (format := format_of(unit.plan.grads.wire, step, dtype))
-            }
-            if not payloads:
-                continue
-            outer = outer_step(unit.unit, rungs, unit.plan)
-            inner = [size for index, size in payloads.items() if index != outer]
-            travelling = max(inner, default=0) + payloads.get(-1 if outer is None else outer, 0)
-            buffers = 1 if outer is None else 2 + accumulates
-            first = next(i for i, step in enumerate(rungs.ladder.steps) if step.size > 1)
-            values = buffers * unit.part_numel(flat, first + 1) * max(4, DTYPE_BYTES[dtype])
-            needed.append(int(share * (values + travelling)))
-    return max(needed)
-
-
-def _residuals(placed: _Placed) -> int:
-    """Bytes that error feedback keeps for every trained flat."""
-    total = 0
-    for step in [step for step in placed.rungs.ladder.steps if step.size > 1][-1:]:
-        for flat in trained_flats(placed.unit):
-            format = format_of(placed.plan.grads.wire, step, placed.dtype("reduce", flat))
-            if format is not None and format.feedback:
-                total += (step.size - 1) * (flat.numel // placed.rungs.granules) * 4
-    return total

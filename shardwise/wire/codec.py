@@ -7,6 +7,11 @@ is a slice of the flat's: a gather can forward payloads unchanged over any numbe
 
 Encoding is deterministic and depends on a granule's values alone: not on the number of threads, on
 alignment, or on what else is encoded in the same call. Values are first rounded to float32.
+
+[Note: Two kinds of codecs]
+On the CPU a call costs little and cache counts, so ``BlockCodec`` works on runs of rows, and links
+sum piece by piece (``chunks``). On an accelerator a launch costs as much as a megabyte does, so
+``LaunchCodec`` encodes, decodes or sums all granules of a payload in one.
 """
 
 from collections.abc import Iterator
@@ -16,11 +21,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.wire import CAST_DTYPES, Format, row_bytes, wire_bytes
-from shardwise.wire.rows import RowKernel, full_rows, tail_rows
-
-CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements per piece of ``Codec.chunks``: on CPU a sum over peers must stay in cache, and calls
-must not dominate; a CUDA launch should be much larger."""
+from shardwise.device.abilities import HOST, chunk_numel, separate_memory
+from shardwise.wire.kernels import NOTHING, keep_error, payload_kernel, wider
+from shardwise.wire.rows import EagerRows, RowKernel, full_rows
 
 
 class Codec(Protocol):
@@ -48,34 +51,123 @@ class Codec(Protocol):
     def chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
         """Cut ``numel`` elements into pieces (elements, bytes) that decode on their own."""
 
+    def encode_granules(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        *,
+        skip: slice = NOTHING,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Encode the rows of a matrix, which may lie apart, but not those to ``skip``.
 
-def make_codec(spec: Format, granule: int, device: torch.device | str = "cpu") -> Codec:
+        ``residual`` is for error feedback: a row for each that is encoded; see ``keep_error``.
+        """
+
+    def correct(self, payload: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """Add the payload's values to ``values``, of any float dtype, in a wider one."""
+
+    def sum(
+        self,
+        payload: Tensor,
+        own: Tensor,
+        out: Tensor,
+        coordinate: int,
+        *,
+        scale: float,
+        add: bool,
+    ) -> None:
+        """Set ``out`` to scale times the sum of all members' granules, or with ``add`` add that.
+
+        ``payload`` has a row of bytes for each member; this rank's granules ``own`` are not in it.
+        Rows of ``own`` and ``out`` may lie apart.
+        """
+
+
+def make_codec(spec: Format, granule: int, device: torch.device | str = HOST) -> Codec:
     """The codec of a format for granules of ``granule`` elements on a device."""
-    if spec.is_blocked:
-        return BlockCodec(spec, granule, torch.device(device))
-    return CastCodec(getattr(torch, CAST_DTYPES[spec.kind]), torch.device(device))
+    device = torch.device(device)
+    if not spec.is_blocked:
+        return CastCodec(getattr(torch, CAST_DTYPES[spec.kind]), device)
+    kind = LaunchCodec if separate_memory(device) else BlockCodec
+    return kind(spec, granule, device)
 
 
-class CastCodec:
+class _Codec:
+    """What a codec does with calls for a single granule, or for a few."""
+
+    def encode_granules(
+        self: Codec,
+        values: Tensor,
+        payload: Tensor,
+        *,
+        skip: slice = NOTHING,
+        residual: Tensor | None = None,
+    ) -> None:
+        rows = payload.view(len(values), -1)
+        done = 0  # rows of the residual
+        for run in (slice(0, skip.start), slice(skip.stop, len(values))):
+            if residual is None and values[run].is_contiguous():
+                self.encode(values[run].view(-1), rows[run].view(-1))
+                continue
+            for value, row in zip(values[run], rows[run], strict=True):
+                if residual is None:
+                    self.encode(value, row)
+                    continue
+                lost = residual[done]
+                wanted = value + lost
+                self.encode(wanted, row)
+                self.decode(row, lost)
+                keep_error(wanted, lost, lost)
+                done += 1
+
+    def correct(self: Codec, payload: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        for elements, nbytes in self.chunks(values.numel()):
+            total = values[elements].to(dtype)  # a view if the dtypes are equal
+            self.add(payload[nbytes], total)
+            if total.dtype != values.dtype:
+                values[elements].copy_(total)
+
+    def sum(
+        self: Codec,
+        payload: Tensor,
+        own: Tensor,
+        out: Tensor,
+        coordinate: int,
+        *,
+        scale: float,
+        add: bool,
+    ) -> None:
+        total = own.new_zeros(own.numel(), dtype=wider(own.dtype))
+        for i, arrived in enumerate(payload.unbind(0)):
+            if i == coordinate:
+                total.view(own.shape).add_(own)
+            else:
+                self.add(arrived, total)
+        result = total.view(own.shape) * scale
+        out.copy_(out + result if add else result)
+
+
+class CastCodec(_Codec):
     """A cast: values of its dtype travel as they are, others are rounded to it, half to even.
 
     Values beyond float16's range become infinite.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self._chunk_numel = CHUNK_NUMEL.get(device.type, CHUNK_NUMEL["cuda"])
+        self.dtype: torch.dtype | None = dtype
+        self._dtype, self._chunk_numel = dtype, chunk_numel(device)
 
     def nbytes(self, numel: int) -> int:
-        return numel * self.dtype.itemsize
+        return numel * self._dtype.itemsize
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         assert payload.numel() == self.nbytes(values.numel())
         values = values.detach()
-        if payload.storage_offset() % self.dtype.itemsize:
-            payload.copy_(values.to(self.dtype).view(torch.uint8))
+        if payload.storage_offset() % self._dtype.itemsize:
+            payload.copy_(values.to(self._dtype).view(torch.uint8))
         else:
-            payload.view(self.dtype).copy_(values)
+            payload.view(self._dtype).copy_(values)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         assert payload.numel() == self.nbytes(out.numel())
@@ -88,43 +180,29 @@ class CastCodec:
             total[elements] += self._cast(payload[run]).to(total.dtype)
 
     def chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        size = self.dtype.itemsize
+        size = self._dtype.itemsize
         for start in range(0, numel, self._chunk_numel):
             stop = min(start + self._chunk_numel, numel)
             yield slice(start, stop), slice(start * size, stop * size)
 
     def _cast(self, payload: Tensor) -> Tensor:
-        aligned = payload.storage_offset() % self.dtype.itemsize == 0
-        return (payload if aligned else payload.clone()).view(self.dtype)
+        aligned = payload.storage_offset() % self._dtype.itemsize == 0
+        return (payload if aligned else payload.clone()).view(self._dtype)
 
 
-class BlockCodec:
+class _Blocks(_Codec):
     """Codes in blocks: int8 and int4; ``reference.py`` defines the bits."""
 
-    dtype = None
+    dtype: torch.dtype | None = None
 
     def __init__(self, spec: Format, granule: int, device: torch.device) -> None:
         assert granule > 0
         self._format, self._granule = spec, granule
-        self._chunk_numel = CHUNK_NUMEL.get(device.type, CHUNK_NUMEL["cuda"])
-        self._row_bytes = row_bytes(spec, spec.block)
-        self._full, self._tail = full_rows(spec, device), tail_rows(spec, device)
+        self._chunk_numel = chunk_numel(device)
 
     def nbytes(self, numel: int) -> int:
         count, size = self._granules(numel)
         return count * wire_bytes(self._format, size)
-
-    def encode(self, values: Tensor, payload: Tensor) -> None:
-        for kernel, floats, rows in self._matrices(values, payload):
-            kernel.encode(floats, rows)
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        for kernel, floats, rows in self._matrices(out, payload):
-            kernel.decode(rows, floats)
-
-    def add(self, payload: Tensor, total: Tensor) -> None:
-        for kernel, floats, rows in self._matrices(total, payload):
-            kernel.add(rows, floats)
 
     def chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
         block, nbytes = self._format.block, self.nbytes
@@ -152,6 +230,28 @@ class BlockCodec:
         assert numel % self._granule == 0, f"{numel} elements are no granules of {self._granule}"
         return numel // self._granule, self._granule
 
+
+class BlockCodec(_Blocks):
+    """On the CPU: rows of whole blocks with a fast kernel, the few ragged ends with a slow one."""
+
+    def __init__(self, spec: Format, granule: int, device: torch.device) -> None:
+        super().__init__(spec, granule, device)
+        self._row_bytes = row_bytes(spec, spec.block)
+        self._full: RowKernel = full_rows(spec)
+        self._tail: RowKernel = EagerRows(spec)
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        for kernel, floats, rows in self._matrices(values, payload):
+            kernel.encode(floats, rows)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        for kernel, floats, rows in self._matrices(out, payload):
+            kernel.decode(rows, floats)
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        for kernel, floats, rows in self._matrices(total, payload):
+            kernel.add(rows, floats)
+
     def _matrices(
         self, values: Tensor, payload: Tensor
     ) -> Iterator[tuple[RowKernel, Tensor, Tensor]]:
@@ -173,3 +273,56 @@ class BlockCodec:
                 )
         if size % block:
             yield self._tail, floats[:, numel:], rows[:, nbytes:]
+
+
+class LaunchCodec(_Blocks):
+    """On an accelerator: one launch per call; see [Note: Two kinds of codecs]."""
+
+    def __init__(self, spec: Format, granule: int, device: torch.device) -> None:
+        super().__init__(spec, granule, device)
+        self.kernel = payload_kernel(spec, device)
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        if values.numel():
+            self.kernel.encode(*self._matrices(values, payload))
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        if out.numel():
+            values, rows = self._matrices(out, payload)
+            self.kernel.decode(rows, values)
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        self.correct(payload, total, total.dtype)
+
+    def correct(self, payload: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        if values.numel():
+            totals, rows = self._matrices(values, payload)
+            self.kernel.add(rows, totals, dtype)
+
+    def encode_granules(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        *,
+        skip: slice = NOTHING,
+        residual: Tensor | None = None,
+    ) -> None:
+        rows = payload.view(len(values), -1)
+        self.kernel.encode(values.detach(), rows, skip=skip, residual=residual)
+
+    def sum(
+        self,
+        payload: Tensor,
+        own: Tensor,
+        out: Tensor,
+        coordinate: int,
+        *,
+        scale: float,
+        add: bool,
+    ) -> None:
+        self.kernel.sum(payload, own, out, coordinate, scale=scale, add=add)
+
+    def _matrices(self, values: Tensor, payload: Tensor) -> tuple[Tensor, Tensor]:
+        assert payload.numel() == self.nbytes(values.numel())
+        count, size = self._granules(values.numel())
+        return values.detach().view(count, size), payload.view(count, -1)

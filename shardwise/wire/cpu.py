@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.wire import CODE_BITS, Format, row_bytes
+from shardwise.device.abilities import HOST
 from shardwise.wire import reference
 
 CHUNK_NUMEL = 1 << 18
@@ -29,7 +30,7 @@ _local = threading.local()
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Zeros on the CPU, whatever the user's default dtype and device are."""
-    return torch.zeros(shape, dtype=dtype, device="cpu")
+    return torch.zeros(shape, dtype=dtype, device=HOST)
 
 
 class _Scratch:

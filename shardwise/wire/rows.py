@@ -1,4 +1,4 @@
-"""Kernels that encode and decode rows: the choice of a kernel, and the one that always works.
+"""Kernels of the CPU: they encode and decode rows; accelerators have those of ``kernels.py``.
 
 A row kernel works on matrices: row i of ``values`` (rows, numel) becomes row i of ``payload``
 (rows, bytes). Elements of a row are contiguous; rows need not be adjacent.
@@ -6,10 +6,8 @@ A row kernel works on matrices: row i of ``values`` (rows, numel) becomes row i 
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from shardwise.core.errors import UsageError
 from shardwise.core.wire import Format
 from shardwise.wire import reference
 
@@ -28,7 +26,7 @@ class RowKernel(Protocol):
 
 
 class EagerRows:
-    """The reference as a kernel: any row length, any device, slow."""
+    """The reference as a kernel: any row length, slow."""
 
     def __init__(self, spec: Format) -> None:
         self._spec = spec
@@ -43,25 +41,8 @@ class EagerRows:
         total.add_(reference.decode_rows(self._spec, payload, total.shape[1]))
 
 
-def full_rows(spec: Format, device: torch.device) -> RowKernel:
-    """The fastest kernel for rows of a whole block on a device."""
-    if device.type == "cuda":
-        try:
-            from shardwise.wire.triton_kernels import TritonRows
-        except ImportError as error:
-            raise UsageError(
-                f"Wire format {spec} on CUDA needs triton, which is not installed: "
-                "pip install triton, or use bf16 or fp16."
-            ) from error
-        return TritonRows(spec)
-    if device.type == "cpu":
-        from shardwise.wire.cpu import PackedRows, is_exact
+def full_rows(spec: Format) -> RowKernel:
+    """The fastest kernel for rows of a whole block on the CPU."""
+    from shardwise.wire.cpu import PackedRows, is_exact
 
-        if is_exact(spec):
-            return PackedRows(spec)
-    return EagerRows(spec)
-
-
-def tail_rows(spec: Format, device: torch.device) -> RowKernel:
-    """The kernel for the shorter rows of ragged ends; on CPU a slow one, as they are few."""
-    return full_rows(spec, device) if device.type == "cuda" else EagerRows(spec)
+    return PackedRows(spec) if is_exact(spec) else EagerRows(spec)

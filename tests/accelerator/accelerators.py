@@ -92,8 +92,9 @@ class Simulated:
         return build.missing()
 
     def prepare(self, rank: int, world: int) -> dict[str, Any]:
-        from tests.accelerator.device import ccl, sim
+        from tests.accelerator.device import ccl, kernels, sim
 
+        kernels.install()
         sim.set_device_count(world)
         torch.accelerator.set_device_index(rank)
         return {"backend": f"cpu:gloo,sim:{ccl.NAME}", "device_id": self.device}

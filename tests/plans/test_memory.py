@@ -128,6 +128,30 @@ def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
         assert other.params > one.params
 
 
+@pytest.mark.parametrize(
+    ("grads", "bytes_by_use"),
+    [
+        # Sums of both lanes; int8 sent and arrived in the node; int4 of half of it between nodes.
+        ("int4,node=int8", {"sums": 2 * 4 // 2, "node": 2 * 260 / 256, "world": 2 * 68 / 128 / 2}),
+        # The backend sums the inner hop in place: half of the values wait for the outer lane.
+        ("int4,node=bf16", {"copies": 2 * 4 // 2, "world": 2 * 68 / 128 / 2}),
+        # Values are cast for a hop in another dtype.
+        ("int4,node=fp16", {"sums": 2 * 4 // 2, "cast": 2, "world": 2 * 68 / 128 / 2}),
+        ("bf16", {}),
+    ],
+)
+def test_chunks_of_reductions_on_accelerators(grads: str, bytes_by_use: dict[str, float]) -> None:
+    """Two chunks at most, so that half of the largest flat is in flight."""
+    numel = 1 << 27
+    model, precision = model_of(0, numel), Precision(compute="bfloat16")
+    plan = replace(presets.zero3(precision=precision), grads=StatePlan(spread="world", wire=grads))
+    found = memory(plan, model, GRID, accelerated=True)
+    assert found.wires == sum(numel // 2 * each for each in bytes_by_use.values())
+    on_cpu = memory(plan, model, GRID).wires  # chunks stay small there
+    assert on_cpu < 100 << 20
+    assert found.total - found.wires == memory(plan, model, GRID).total - on_cpu
+
+
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_activations_that_rest_elsewhere_need_room_there(tier: str) -> None:
     saved = Saved(

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"core", "plans"},
     "planner": {"core", "cost", "plans"},
     # Running.
-    "wire": {"core"},
+    "wire": {"core", "device"},
     "tier": {"core", "device", "plans"},
     "comm": {"core", "device", "plans", "wire"},
     "model": {"core", "device", "plans"},

@@ -1,6 +1,5 @@
 """Codecs on the CPU: bits, error bounds, and everything that is not a nice number."""
 
-import sys
 import threading
 
 import pytest
@@ -9,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.core.errors import UsageError
 from shardwise.core.wire import Format, row_bytes, wire_bytes
+from shardwise.device.abilities import chunk_numel
 from shardwise.wire import cpu, make_codec, reference
-from shardwise.wire.codec import CHUNK_NUMEL
 from shardwise.wire.rows import EagerRows, full_rows
 
 BLOCKED = ["int8", "int8/symmetric", "int4", "int4/symmetric"]
@@ -90,7 +88,7 @@ def test_a_row_of_symmetric_int4_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_kernel_has_the_references_bits(text: str, dtype: torch.dtype) -> None:
     spec = Format.parse(text)
-    assert not isinstance(full_rows(spec, torch.device("cpu")), EagerRows)
+    assert not isinstance(full_rows(spec), EagerRows)
     # More than one chunk of the kernel, a partial chunk, and a ragged end.
     numel = cpu.CHUNK_NUMEL + 5 * spec.block + 37
     values = gaussian(numel) * torch.logspace(-4, 4, numel)
@@ -268,7 +266,7 @@ def test_pieces_cover_everything_and_stand_alone(text: str, granule: int, count:
     for elements, run in codec.chunks(values.numel()):
         assert (elements.start, run.start) == (element, byte)
         element, byte = elements.stop, run.stop
-        assert 0 < element - elements.start <= CHUNK_NUMEL["cpu"]
+        assert 0 < element - elements.start <= chunk_numel(torch.device("cpu"))
         out = torch.empty(element - elements.start)
         codec.decode(payload[run], out)
         assert torch.equal(out, whole[elements])
@@ -431,12 +429,3 @@ def test_casts_add_in_the_totals_dtype(text: str, wide: torch.dtype) -> None:
     sums = total + travelled(text, values).to(wide)
     make_codec(Format.parse(text), 200_000).add(encoded(text, values), total)
     assert torch.equal(total, sums)
-
-
-def test_only_cuda_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "shardwise.wire.triton_kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    travelled("int8", gaussian(300))
-    with pytest.raises(UsageError, match="pip install triton"):
-        make_codec(Format("int8"), 300, "cuda")
-    make_codec(Format("bf16"), 300, "cuda")

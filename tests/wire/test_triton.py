@@ -1,65 +1,87 @@
-"""The Triton kernels: the reference's bits in the interpreter, and code for a real GPU."""
+"""The Triton kernels: the reference's bits in the interpreter, and who gets which kernels."""
 
 import importlib.util
-import os
-import subprocess
+import logging
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.skipif(
+from shardwise.core.errors import UsageError
+from shardwise.core.wire import Format
+from shardwise.wire import kernels, make_codec
+from shardwise.wire.codec import LaunchCodec
+from tests.wire.processes import run
+
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="triton is not installed (pip install triton; a Linux wheel that needs no GPU)",
 )
-ROOT = Path(__file__).parents[2]
-
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from shardwise.core.wire import Format
-from shardwise.wire import make_codec, reference, triton_kernels as kernels
-
-def assembly(kernel, pointers, constants, **options):
-    signature = {n: pointers.get(n, "constexpr" if n in constants else "i32")
-                 for n in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
-    return compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
-
-for bits, minmax, out, add in ((8, False, "*bf16", False), (4, True, "*fp32", True)):
-    kind = f"int{bits}"
-    shape = dict(lanes=64, code_bits=bits, minmax=minmax,
-                 symmetric_top=reference.SYMMETRIC_TOP[kind])
-    constants = dict(per_span=1 / reference.SPAN[kind],
-                     per_zero_point=1 / reference.TOP_ZERO_POINT[kind])
-    ptx = assembly(kernels._encode, {"values": "*bf16", "payload": "*u8"}, shape | constants,
-                   num_warps=1, enable_fp_fusion=False)
-    assert "fma." not in ptx, "a product was fused, so that its rounding differs from the CPU's"
-    assert "div.rn.f32" in ptx
-    assembly(kernels._decode, {"payload": "*u8", "out": out}, shape | {"add": add}, num_warps=1)
-
-codec = make_codec(Format("int4"), 300, "cuda")  # nothing is allocated yet
-assert isinstance(codec._full, kernels.TritonRows) and isinstance(codec._tail, kernels.TritonRows)
-print("compiled")
-"""
+CUDA, OTHER = torch.device("cuda"), torch.device("privateuseone")
 
 
-def run(*arguments: str, folder: Path) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_interpreted_kernels_have_the_references_bits(tmp_path: Path) -> None:
+@needs_triton
+@pytest.mark.parametrize(
+    ("formats", "sizes"),
+    [
+        # Ragged ends of odd length, and of a multiple of 16.
+        ("int8/32,int8/32/symmetric", ("37", "80")),
+        ("int4/32,int4/32/symmetric", ("37", "80")),
+        # Several tiles, of several rows and of one.
+        ("int8/1024,int4/2048/symmetric", ("5000",)),
+    ],
+)
+def test_interpreted_kernels_have_the_references_bits(
+    tmp_path: Path, formats: str, sizes: tuple[str, ...]
+) -> None:
     script = str(Path(__file__).with_name("interpreted.py"))
-    assert "equal bits" in run(script, "37", "64", folder=tmp_path)
+    assert "equal bits" in run(script, formats, *sizes, folder=tmp_path)
 
 
-def test_kernels_compile_for_a_gpu_and_cuda_gets_them(tmp_path: Path) -> None:
-    assert "compiled" in run("-c", COMPILE, folder=tmp_path)
+@needs_triton
+def test_devices_that_triton_compiles_for_get_its_kernels(tmp_path: Path) -> None:
+    script = """
+from shardwise.core.wire import Format
+from shardwise.wire import make_codec
+from shardwise.wire.triton_kernels import TritonPayloads
+codec = make_codec(Format("int4"), 300, "cuda")  # nothing is allocated yet
+assert isinstance(codec.kernel, TritonPayloads)
+print("right")
+"""
+    assert "right" in run("-c", script, folder=tmp_path)
+
+
+def test_triton_is_needed_where_it_runs_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "shardwise.wire.triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(UsageError, match=r"on cuda needs triton.*pip install triton"):
+        make_codec(Format("int8"), 300, CUDA)
+    make_codec(Format("bf16"), 300, CUDA)
+    make_codec(Format("int8"), 300)
+
+
+def test_other_devices_use_the_reference_and_rank_0_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        monkeypatch.setenv("RANK", "1")
+        kernels.warn_of_slowness.__wrapped__("npu")
+        assert not caplog.records
+        monkeypatch.setenv("RANK", "0")
+        kernels.warn_of_slowness.cache_clear()
+        for text in ("int8", "int4"):
+            codec = make_codec(Format(text), 300, OTHER)
+            assert isinstance(codec, LaunchCodec)
+            assert isinstance(codec.kernel, kernels.EagerPayloads)
+    (said,) = caplog.records
+    assert "no kernels for devices of type privateuseone" in said.getMessage()
+
+
+def test_a_backend_may_bring_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MAKERS", {})
+    made = kernels.EagerPayloads(Format("int8"))
+    kernels.register_kernels(OTHER.type, lambda spec: made)
+    codec = make_codec(Format("int8"), 300, OTHER)
+    assert isinstance(codec, LaunchCodec)
+    assert codec.kernel is made
