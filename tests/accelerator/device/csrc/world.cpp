@@ -17,16 +17,16 @@ constexpr size_t kMostRaces = 1000;
 
 struct Maps {  // device memory is closed to the host; pinned memory is mapped twice
   char *facade[kMostDevices] = {}, *alias[kMostDevices] = {}, *host = nullptr, *dma = nullptr;
-  size_t device_top[kMostDevices] = {}, pinned_top = 0;
-  std::multimap<size_t, uintptr_t> spare;  // pinned addresses are not given back, so none here
+  size_t device_top[kMostDevices] = {}, pinned_top = 0;  // addresses are handed out once
 } maps;
 
 thread_local int t_device = 0;
 thread_local int t_stream[kMostDevices] = {};
 thread_local std::unique_ptr<Clock> t_clock;
+thread_local int t_backwards = 0;  // that this thread runs now, one inside another
 bool forked = false;
 
-Clock& my_clock() { return t_clock ? *t_clock : world().main_clock; }
+Clock& my_clock() { return t_clock && !t_backwards ? *t_clock : world().others_clock; }
 
 char* map_or_raise(size_t bytes, int protection, int flags, int file) {
   void* at = mmap(nullptr, bytes, protection, flags | MAP_NORESERVE, file, 0);
@@ -80,7 +80,8 @@ void map_pinned() {
   sigaction(SIGSEGV, &ours, &before_us);
 }
 
-bool slow_now(Stream& s, const Delays& d) {
+bool slow_now(Stream& s) {
+  auto& d = s.delays;
   if (d.slow == "all") return true;
   if (d.slow == "main") return s.id == 0;
   if (d.slow == "side") return s.id != 0;
@@ -98,8 +99,8 @@ void run(Stream* s) {
       task = std::move(s->queue.front());
       s->queue.pop_front();
       s->busy = true;
-      if (slow_now(*s, w.delays))
-        s->changed.wait_for(lock, std::chrono::microseconds(w.delays.microseconds),
+      if (slow_now(*s))
+        s->changed.wait_for(lock, std::chrono::microseconds(s->delays.microseconds),
                             [&] { return w.ending.load(); });
     }
     try {
@@ -282,7 +283,8 @@ void open_pages(Region& r) {  // all but what is still in flight
 void check_started() {
   TORCH_CHECK(!forked, "Cannot re-initialize the simulated device in a forked subprocess: spawn it");
 }
-void after_fork() { forked = true; }
+void after_fork() { forked = forked || !world().streams.empty(); }
+bool in_forked_child() { return forked; }
 
 Stream& stream(int device, int id) {
   check_started();
@@ -295,11 +297,22 @@ Stream& stream(int device, int id) {
   made->device = device;
   made->id = id;
   made->priority = id > kPoolStreams ? -1 : 0;
+  made->delays = w.delays;
   made->dice.seed(w.delays.seed + made->number);
   found = made.get();
   w.streams.push_back(std::move(made));
   found->thread = std::thread(run, found);
   return *found;
+}
+void set_delays(const Delays& delays) {
+  auto& w = world();
+  Lock lock(w.mutex);
+  w.delays = delays;
+  for (auto& s : w.streams) {
+    std::lock_guard<std::mutex> own(s->mutex);
+    s->delays = delays;
+    s->dice.seed(delays.seed + s->number);
+  }
 }
 int next_pool_stream(int device, bool high_priority) {
   static int next[kMostDevices][2] = {};
@@ -412,6 +425,14 @@ bool idle(Stream& s) {
 
 // --- threads of the host -----------------------------------------------------------------------
 void begin_thread(const Clock& told) { t_clock = std::make_unique<Clock>(told); }
+void begin_backward() {
+  Lock lock(world().mutex);
+  if (t_clock && !t_backwards++) merge(world().others_clock, *t_clock);
+}
+void end_backward() {
+  Lock lock(world().mutex);
+  if (t_clock && !--t_backwards) merge(*t_clock, world().others_clock);
+}
 Clock knowledge() {
   Lock lock(world().mutex);
   return my_clock();
