@@ -78,7 +78,8 @@ def several_devices() -> None:
 def streams_run_beside_the_host_and_each_other() -> None:
     device = sim()
     side, urgent = torch.Stream("sim"), torch.Stream("sim", priority=-1)
-    assert device.priority_of(side) == 0 and device.priority_of(urgent) == -1
+    assert device.priority_of(side) == 0
+    assert device.priority_of(urgent) == -1
     ran = []
     device.delay("main", LATE_US)
     begin = time.perf_counter()
@@ -144,7 +145,8 @@ def freed_memory_is_reused_by_its_own_stream_at_once() -> None:
     with torch.sim.stream(side):
         b = torch.empty(1000, device="sim")
     c = torch.empty(1000, device="sim")
-    assert b.data_ptr() != address and c.data_ptr() == address
+    assert b.data_ptr() != address
+    assert c.data_ptr() == address
     device.delay("side", LATE_US)
     with torch.sim.stream(side):
         c.record_stream(side)
@@ -195,13 +197,15 @@ def freed_storage_is_no_longer_used() -> None:
 def pinned_memory_is_closed_while_a_copy_is_in_flight() -> None:
     device = sim()
     host, there = torch.zeros(4096, pin_memory=True), torch.ones(4096, device="sim")
-    assert host.is_pinned() and not torch.zeros(4).is_pinned()
+    assert host.is_pinned()
+    assert not torch.zeros(4).is_pinned()
     device.delay("all", LATE_US)
     host.copy_(there, non_blocking=True)
     assert not races()
     assert host[17].item() == 0  # the host is too early: it is opened, and said
     (race,) = races()
-    assert "the host reads pinned memory" in race and "copy D2H" in race
+    assert "the host reads pinned memory" in race
+    assert "copy D2H" in race
     torch.accelerator.synchronize()
     assert host.sum().item() == 4096
     device.clear()
@@ -268,7 +272,8 @@ def out_variants_resize_and_write_in_place() -> None:
     assert whole.tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
     values, indices = torch.empty(0, device="sim"), torch.empty(0, dtype=torch.long, device="sim")
     torch.max(a, dim=1, out=(values, indices))
-    assert values.tolist() == [2, 5] and indices.tolist() == [2, 2]
+    assert values.tolist() == [2, 5]
+    assert indices.tolist() == [2, 2]
 
 
 def layers_are_one_launch_and_have_the_hosts_bits() -> None:
@@ -292,7 +297,7 @@ def layers_are_one_launch_and_have_the_hosts_bits() -> None:
 def what_a_stream_raises_is_raised_at_the_next_wait() -> None:
     device = sim()
     device.launch("bad", [], [], lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError, match="asynchronous error.*division by zero"):
+    with pytest.raises(RuntimeError, match=r"asynchronous error.*division by zero"):
         torch.accelerator.synchronize()
     torch.accelerator.synchronize()
 
@@ -473,10 +478,9 @@ for _ in range(10_000):
     kept.add_(1)
 if rank == 0:
     pending = dist.all_reduce(kept, async_op=True)
-    print("leaving", time.time(), flush=True)
-else:  # never takes part
-    print("leaving", time.time() + 5, flush=True)
-    time.sleep(5)
+else:  # never takes part, but is there
+    sys.stdin.read()
+print("leaving", time.time(), flush=True)
 """
 
 
@@ -485,15 +489,15 @@ def test_processes_end_at_once_with_streams_busy_and_a_collective_pending(tmp_pa
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", EXIT, str(rank), str(tmp_path / "store")],
-            env=environment, stdout=subprocess.PIPE, text=True,
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
     try:
         for rank in ranks:
-            told = rank.communicate(timeout=60)[0]
+            told = rank.communicate(timeout=100)[0]  # the second is told to go on
             took = time.time() - float(told.split()[1])
-            assert (rank.returncode, took < 5) == (0, True), took
+            assert (rank.returncode, took < 10) == (0, True), took
     finally:
         for rank in ranks:
             rank.kill()
