@@ -12,7 +12,7 @@ from shardwise.device import streams
 from shardwise.device.choice import local_device, make_current
 
 _ROUNDS = 5
-_LONG_ENOUGH_S = 0.05
+_LONG_ENOUGH_S = 0.01
 
 Rows = list[dict[str, Any]]
 Call = tuple[Callable[[], object], Callable[[], bool]]

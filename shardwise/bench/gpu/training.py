@@ -21,7 +21,7 @@ from shardwise.plans.plan import Plan
 
 FSDP2 = "torch FSDP2"
 _LEARNING_RATE = 1e-3
-_BATCH, _STEPS, _WARM_STEPS = 2, 5, 2
+_BATCH, _STEPS, _WARM_STEPS = 2, 4, 2
 _TIMEOUT_S = 120.0
 _TOLERANCE, _LOSSY_TOLERANCE = 1e-4, 2e-2
 """Largest relative differences of losses that pass. A device's kernels sum in an order that depends
