@@ -85,9 +85,9 @@ def _training(model: str, seq: int, count: int) -> list[Row]:
     fsdp2 = next((row.get("step_s") for row in rows if row["contender"] == FSDP2), None)
     for row in rows:
         if fsdp2 and "step_s" in row:
-            row["time_of_fsdp2"] = row["step_s"] / fsdp2
+            row["to_fsdp2"] = row["step_s"] / fsdp2
         if row.get("predicted_bytes"):
-            row["peak_of_predicted"] = row["peak_bytes"] / row["predicted_bytes"]
+            row["to_predicted"] = row["peak_bytes"] / row["predicted_bytes"]
     return list(rows)
 
 

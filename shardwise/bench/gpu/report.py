@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.core.sizes import format_bytes
 from shardwise.device.facts import first_line
 
 Row = Mapping[str, Any]
 Measure = Callable[[], Sequence[Row]]
-_UNITS = {"_bytes": ", bytes", "_gb_s": ", GB/s", "_tflop_s": ", TFLOP/s", "_s": ", s"}
+_UNITS = {"_bytes": "", "_gb_s": ", GB/s", "_tflop_s": ", TFLOP/s", "_s": ", s"}
 """Ends of a column's name that are its unit; longer ones first."""
 SLOW_S = 3.0
 """Parts that are expected to take longer are announced."""
@@ -85,7 +86,7 @@ def as_markdown(found: Sequence[Found]) -> str:
             lines.append("| " + " | ".join(map(_words, columns)) + " |")
             lines.append("|" + "---|" * len(columns))
             for row in part.rows:
-                cells = (_text(row.get(name)).replace("|", "\\|") for name in columns)
+                cells = (_cell(name, row).replace("|", "\\|") for name in columns)
                 lines.append("| " + " | ".join(cells) + " |")
             lines.append("")
     data = json.dumps(as_json(found), indent=1, default=str)
@@ -102,9 +103,9 @@ def show(part: Found, console: Console) -> None:
         columns = _columns(part.rows)
         table = Table(box=box.SIMPLE_HEAD)
         for name in columns:
-            table.add_column(_words(name), overflow="fold")
+            table.add_column(_words(name), overflow="fold", no_wrap=name == columns[0])
         for row in part.rows:
-            cells = (Text(_text(row.get(name))) for name in columns)
+            cells = (Text(_cell(name, row)) for name in columns)
             table.add_row(*cells, style="red" if _is_wrong(row) else "")
         console.print(table)
 
@@ -131,13 +132,20 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
+def _cell(name: str, row: Row) -> str:
+    value = row.get(name)
+    if name.endswith("_bytes") and isinstance(value, (int, float)):
+        return format_bytes(value)
+    return _text(value)
+
+
 def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.3g}"
     if isinstance(value, (list, tuple)):
         return " ".join(_text(item) for item in value)
     return str(value)

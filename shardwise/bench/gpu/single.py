@@ -191,6 +191,7 @@ def _codec_speed(spec: Format, device: torch.device) -> Row:
         encode = seconds(lambda: codec.encode(values, payload), device)
         decode = seconds(lambda: codec.decode(payload, values), device)
         rates = {"encode_gb_s": 4 * numel / encode / 1e9, "decode_gb_s": 4 * numel / decode / 1e9}
+        # Of the floats, not of the payload.
         return min(encode, decode), rates
 
     return _enlarged(attempt, 1 << 16, 1 << 26)

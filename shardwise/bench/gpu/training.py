@@ -48,8 +48,7 @@ def train(model: str, seq: int, contenders: list[str], levels: str | None) -> Ro
         losses = found.pop("losses")
         difference = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
         lossy = plan is not None and plan.is_lossy()
-        row = {"contender": name, "first_loss": losses[0], "last_loss": losses[-1]}
-        row |= {"difference": difference}
+        row: dict[str, Any] = {"contender": name, "losses": losses, "difference": difference}
         row |= {"right": difference <= (_LOSSY_TOLERANCE if lossy else _TOLERANCE)}
         rows.append(row | found)
     return rows
