@@ -25,8 +25,6 @@ from tests.accelerator.device import plugin
 from tests.harness import Workers
 
 pytestmark = pytest.mark.usefixtures("simulation")
-LATE_US = 50_000
-"""How late a stream is where a case needs work in flight; what is waited for takes as long."""
 
 
 def two_devices(rank: int, world: int) -> dict[str, Any]:
@@ -48,6 +46,15 @@ def sim() -> Any:
     sim.clear()
     sim.delay("none")
     return sim
+
+
+def held() -> threading.Event:
+    """What the current stream runs from now on waits until this is set, however long that takes."""
+    from tests.accelerator.device import sim
+
+    go_on = threading.Event()
+    sim.launch("held", [], [], lambda *_: go_on.wait(60))
+    return go_on
 
 
 def races() -> list[str]:
@@ -81,12 +88,10 @@ def streams_run_beside_the_host_and_each_other() -> None:
     assert device.priority_of(side) == 0
     assert device.priority_of(urgent) == -1
     ran = []
-    device.delay("main", LATE_US)
-    begin = time.perf_counter()
+    go_on = held()
     device.launch("main", [], [], lambda *_: ran.append("main"))
     with torch.sim.stream(side):
-        device.launch("side", [], [], lambda *_: ran.append("side"))
-    assert time.perf_counter() - begin < LATE_US / 1e6
+        device.launch("side", [], [], lambda *_: (ran.append("side"), go_on.set()))
     torch.accelerator.synchronize()
     assert ran == ["side", "main"]
     event = torch.Event("sim")
@@ -106,11 +111,11 @@ def streams_may_be_nested() -> None:
 def events_measure_time() -> None:
     device = sim()
     first, last = (torch.Event("sim", enable_timing=True) for _ in range(2))
-    device.delay("all", LATE_US)
+    device.delay("all", 20_000)
     first.record()
     last.record()
     last.synchronize()
-    assert first.elapsed_time(last) >= 0.9 * LATE_US / 1e3
+    assert first.elapsed_time(last) >= 19
 
 
 # --- memory ----------------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ def memory_is_cut_from_segments_and_joined_again() -> None:
 
 
 def freed_memory_is_reused_by_its_own_stream_at_once() -> None:
-    device = sim()
+    sim()
     side = torch.Stream("sim")
     a = torch.empty(1000, device="sim")
     address = a.data_ptr()
@@ -147,13 +152,13 @@ def freed_memory_is_reused_by_its_own_stream_at_once() -> None:
     c = torch.empty(1000, device="sim")
     assert b.data_ptr() != address
     assert c.data_ptr() == address
-    device.delay("side", LATE_US)
     with torch.sim.stream(side):
+        go_on = held()
         c.record_stream(side)
-        device.launch("slow", [], [], lambda *_: None)
     del c
     d = torch.empty(1000, device="sim")
     assert d.data_ptr() != address  # the other stream may still use it
+    go_on.set()
     side.synchronize()
     e = torch.empty(1000, device="sim")
     assert e.data_ptr() == address
@@ -199,13 +204,14 @@ def pinned_memory_is_closed_while_a_copy_is_in_flight() -> None:
     host, there = torch.zeros(4096, pin_memory=True), torch.ones(4096, device="sim")
     assert host.is_pinned()
     assert not torch.zeros(4).is_pinned()
-    device.delay("all", LATE_US)
+    go_on = held()
     host.copy_(there, non_blocking=True)
     assert not races()
     assert host[17].item() == 0  # the host is too early: it is opened, and said
     (race,) = races()
     assert "the host reads pinned memory" in race
     assert "copy D2H" in race
+    go_on.set()
     torch.accelerator.synchronize()
     assert host.sum().item() == 4096
     device.clear()
@@ -227,10 +233,11 @@ def pinned_memory_takes_powers_of_two() -> None:
 
 def unpinned_memory_is_copied_before_the_call_returns() -> None:
     device = sim()
-    device.delay("all", LATE_US)
+    go_on = held()
     host = torch.ones(1000)
     there = host.to("sim", non_blocking=True)
     host.zero_()
+    go_on.set()
     back = torch.empty(1000)  # .to("cpu", non_blocking=True) would make it pinned
     back.copy_(there, non_blocking=True)
     assert back.sum().item() == 1000
@@ -459,7 +466,7 @@ def test_a_forked_child_is_refused(device) -> None:
 
 
 EXIT = """
-import os, sys, time
+import sys, threading, time
 import torch, torch.distributed as dist
 
 rank = int(sys.argv[1])
@@ -476,6 +483,12 @@ with torch.sim.stream(side):
 sim.delay("all", 1000)
 for _ in range(10_000):
     kept.add_(1)
+
+def go_on():
+    while True:
+        (kept + 1).sum().item()
+
+threading.Thread(target=go_on, daemon=True).start()
 if rank == 0:
     pending = dist.all_reduce(kept, async_op=True)
 else:  # never takes part, but is there
@@ -484,7 +497,7 @@ print("leaving", time.time(), flush=True)
 """
 
 
-def test_processes_end_at_once_with_streams_busy_and_a_collective_pending(tmp_path: Path) -> None:
+def test_processes_end_at_once_whatever_is_still_going_on(tmp_path: Path) -> None:
     environment = plugin.environment(tmp_path / "plugin", 2)
     ranks = [
         subprocess.Popen(
@@ -495,9 +508,9 @@ def test_processes_end_at_once_with_streams_busy_and_a_collective_pending(tmp_pa
     ]  # fmt: skip
     try:
         for rank in ranks:
-            told = rank.communicate(timeout=100)[0]  # the second is told to go on
+            told = rank.communicate(timeout=140)[0]  # the second is told to go on
             took = time.time() - float(told.split()[1])
-            assert (rank.returncode, took < 10) == (0, True), took
+            assert (rank.returncode, took < 30) == (0, True), (told, took)
     finally:
         for rank in ranks:
             rank.kill()

@@ -24,7 +24,9 @@ thread_local int t_device = 0;
 thread_local int t_stream[kMostDevices] = {};
 thread_local std::unique_ptr<Clock> t_clock;
 thread_local int t_backwards = 0;  // that this thread runs now, one inside another
+thread_local bool t_is_stream = false;
 bool forked = false;
+std::thread::id ender;
 
 Clock& my_clock() { return t_clock && !t_backwards ? *t_clock : world().others_clock; }
 
@@ -89,6 +91,7 @@ bool slow_now(Stream& s) {
 }
 
 void run(Stream* s) {
+  t_is_stream = true;
   auto& w = world();
   while (true) {
     std::function<void()> task;
@@ -331,6 +334,7 @@ void set_current_stream(int device, int id) { t_stream[device] = id; }
 
 // --- work --------------------------------------------------------------------------------------
 void enqueue(Stream& s, const std::string& what, std::vector<Use> uses, std::function<void()> task) {
+  rest_if_ending();
   auto& w = world();
   Lock lock(w.mutex);
   if (w.ending) return;
@@ -380,6 +384,7 @@ void order(Stream& later, const MomentPtr& moment) {
 }
 void host_wait(const std::string& kind, const MomentPtr& moment) {
   if (!moment) return;
+  rest_if_ending();
   auto& w = world();
   if (!kind.empty()) {
     std::function<void(const std::string&)> tell;
@@ -393,6 +398,7 @@ void host_wait(const std::string& kind, const MomentPtr& moment) {
   if (PyGILState_Check()) {  // streams may want to run Python
     PyThreadState* python = PyEval_SaveThread();
     moment->wait();
+    rest_if_ending();
     PyEval_RestoreThread(python);
   } else {
     moment->wait();
@@ -406,6 +412,7 @@ void host_wait(const std::string& kind, const MomentPtr& moment) {
   TORCH_CHECK(error.empty(), "simulated device: asynchronous error: ", error);
 }
 bool query(const MomentPtr& moment) {
+  rest_if_ending();
   if (!moment) return true;
   if (!moment->over()) return false;
   host_learns(moment->clock);
@@ -442,9 +449,18 @@ void learn(const Clock& clock) {
   merge(my_clock(), clock);
 }
 
+// An interpreter that ends stops every thread that asks for its lock, and what stops a thread inside
+// of C++ aborts the process. So threads that did not end before come to rest here.
+void rest_if_ending() {
+  if (!world().ending || t_is_stream || std::this_thread::get_id() == ender) return;
+  if (PyGILState_GetThisThreadState() && PyGILState_Check()) PyEval_SaveThread();
+  while (true) pause();
+}
+
 void end_world() {
   auto& w = world();
   if (forked) return;
+  ender = std::this_thread::get_id();
   w.ending = true;
   std::vector<Stream*> all;
   {
@@ -455,6 +471,7 @@ void end_world() {
     std::lock_guard<std::mutex> lock(s->mutex);
     s->changed.notify_all();
   }
+  if (!all.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(50));  // let threads come to rest
   // A stream may sit in a collective whose peers have left: after a while it is left behind.
   auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(2);
   for (auto* s : all) {

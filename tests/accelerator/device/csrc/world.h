@@ -153,6 +153,7 @@ Clock knowledge();
 void learn(const Clock& clock);
 
 void end_world();  // streams stop; what is queued is dropped, as when a process leaves a real device
+void rest_if_ending();  // keeps threads that are still there then; called where no lock is held
 void after_fork();
 bool in_forked_child();  // of a process that used a device: nothing works, nothing may be locked
 }  // namespace sim
