@@ -18,7 +18,6 @@ ATTRIBUTES = {"cuda", "xpu", "hip", "mps", "npu", "is_cuda", "is_xpu", "is_mps",
 LEFT = {
     "wire/codec.py",
     "wire/rows.py",
-    "tier/nvme.py",
 }
 """Modules that still name types. To be emptied: those that name none any more are refused here."""
 
