@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# An environment of its own for accelerators; TORCH is what pip installs there, if it should choose.
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
+TORCH ?=
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-gpu lint format bench clean
 
 demo: $(STAMP)  ## probe this machine, plan for it, and train a small GPT on two local workers
 	$(BIN)/shardwise train
@@ -14,6 +18,11 @@ test: $(STAMP)  ## lint, types, and the whole test suite
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(GPU_STAMP)  ## the tests of accelerators on this machine's own, and a report on them (gpu-report.md)
+	SHARDWISE_TEST_DEVICE=$$($(GPU_VENV)/bin/python -c "import torch; print(torch.accelerator.current_accelerator().type)") \
+		$(GPU_VENV)/bin/python -m pytest tests/accelerator -rs
+	$(GPU_VENV)/bin/python -m shardwise doctor --gpu -o gpu-report.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,5 +44,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[transformers,dev]"
 	touch $(STAMP)
 
+$(GPU_STAMP): pyproject.toml constraints.txt .ci/gpu-environment
+	.ci/gpu-environment $(GPU_VENV) $(PYTHON) "$(TORCH)"
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

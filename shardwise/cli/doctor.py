@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.common import JSON_OPTION, print_json
+from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 from shardwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +23,15 @@ def doctor(
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove run folders that ended runs left under PATH.")
     ] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Measure the accelerators, and train on them briefly.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="What --gpu trains: gpt-tiny, gpt-mini, gpt-small ...")
+    ] = "gpt-tiny",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file for the report of --gpu.")
+    ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """Show what this machine offers for training, and the state of a disk.
@@ -32,7 +41,18 @@ def doctor(
       shardwise doctor
 
       shardwise doctor /mnt/nvme --clean
+
+      shardwise doctor --gpu -o report.md
     """
+    if gpu:
+        from shardwise.bench.gpu.run import report_accelerators
+
+        if path is not None or clean:
+            raise UsageError("--gpu takes no folder; check the disk without it.")
+        with interruptible():
+            raise typer.Exit(report_accelerators(model, output, as_json=as_json))
+    if output is not None:
+        raise UsageError("-o writes the report of --gpu; give --gpu as well.")
     if clean and path is None:
         raise UsageError("--clean needs a folder: shardwise doctor PATH --clean.")
     answer: dict[str, Any] = {"machine": _machine()}

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import PlanError
 from shardwise.core.topology import Topology
+from shardwise.device.abilities import separate_memory
 from shardwise.model.inspect import ROOT, Members
 from shardwise.plans.plan import Plan, tile_name
 from shardwise.plans.tiles import cuts, may_cut, tile_rows
@@ -228,6 +229,6 @@ def check_range(ids: Tensor, count: int, message: str) -> None:
     fits = (ids >= 0).all() & (ids < count).all()
     if isinstance(fits, FakeTensor):
         return
-    if ids.device.type == "cpu" and not fits:
+    if not separate_memory(ids.device) and not fits:
         raise IndexError(message)
     torch._assert_async(fits)  # on an accelerator like its kernels, without waiting

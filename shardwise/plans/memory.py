@@ -102,7 +102,7 @@ def memory(
     memory; then the disk's buffers are in host memory, and encoded reductions have longer chunks.
     """
     placed = _placed(plan, model, topology)
-    staging = _staging(placed, plan, optim_words)
+    staging = staging_bytes(placed, plan, optim_words)
 
     def resting(tier: str) -> dict[str, int]:
         terms: dict[str, Callable[[Sized], int]] = {
@@ -179,7 +179,7 @@ def _gathered_inner(inner: list[Sized], prefetch: int) -> int:
         for unit in inner
         if travels(unit.rungs, unit.plan) and kept_rung(unit.rungs, unit.plan, encloses=False) != 0
     ]
-    return _pooled(sizes, prefetch + 1)
+    return pooled(sizes, prefetch + 1)
 
 
 def _staging(units: list[Sized], plan: Plan, optim_words: int) -> int:
@@ -197,7 +197,7 @@ def _staging(units: list[Sized], plan: Plan, optim_words: int) -> int:
         return 0
     writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
     made = max(_made_states(unit, plan.tiers.window_numel, optim_words) for unit in units)
-    moving = _pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
+    moving = pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
     return moving + DISK_SCRATCH_BYTES
 
 
@@ -223,7 +223,7 @@ def _window(placed: Sized, window_numel: int, optim_words: int) -> int:
     return largest
 
 
-def _pooled(sizes: list[int], at_once: int) -> int:
+def pooled(sizes: list[int], at_once: int) -> int:
     """Bytes of a pool that lends at most ``at_once`` buffers of each size."""
     return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
 
@@ -245,7 +245,7 @@ def _grad_buffers(units: list[Sized]) -> int:
         sum(flat.numel * unit.dtype_bytes("reduce", flat) for flat in trained_flats(unit.unit))
         for unit in units
     )
-    return root + _pooled(inner, 2)
+    return root + pooled(inner, 2)
 
 
 def _largest_gradient(units: list[Sized]) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardwise.core.layout import DTYPE_BYTES, FlatSpec, UnitSpec
+from shardwise.plans.placed import trained_flats
 from shardwise.plans.plan import Plan, Rungs
 
 
@@ -38,3 +39,14 @@ class Sized:
             "master": precision.master_dtype,
         }
         return choose[use](flat.dtype)
+
+    def sums_bytes(self) -> int:
+        """This rank's shard of summed gradients."""
+        return sum(
+            self.part_numel(flat, self.rungs.optim) * self.dtype_bytes("master", flat)
+            for flat in trained_flats(self.unit)
+        )
+
+    def full_bytes(self, use: str) -> int:
+        """All trained flats in full, in the dtype of a use."""
+        return sum(flat.numel * self.dtype_bytes(use, flat) for flat in trained_flats(self.unit))

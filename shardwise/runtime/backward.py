@@ -92,7 +92,7 @@ class Backward:
                 "tuples, lists, dicts or dataclasses from forward, or name other units in the plan."
             )
         grads.mark(slot)
-        if not slot.flat.grads.has_begun:
+        if not slot.flat.grads.local.has_begun:
             self.wait_for(self._issuer.limit().finish)
         is_complete = reductions.take(slot, grad)
         if reductions.order is None:

@@ -18,7 +18,7 @@ from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
 from shardwise.plans.ops import Hop, Kind, Op, Place
 from shardwise.plans.ops import Lane as On
-from shardwise.runtime.gradients import FullGrad
+from shardwise.runtime.local_grad import FullGrad
 from shardwise.runtime.unit import State, Unit
 
 _FLATS, _KINDS, _HOPS = 8, 16, 16
@@ -192,7 +192,7 @@ class Executor:
 
     def _collect(self, unit: Unit, op: Op) -> Ticket:
         """Arrived gradients are already copied; missing gradients and padding become zero."""
-        self._taken[unit] = [flat.grads.take() for flat in unit.trained]
+        self._taken[unit] = [flat.grads.local.take() for flat in unit.trained]
         for slot in unit.slots:
             slot.pending = False
         return DONE

@@ -1,7 +1,6 @@
-"""The gradient memory of one flat: the full buffer of a backward, and the shards of sums."""
+"""The gradient memory of one flat: shards of sums. ``local_grad.py`` has what arrives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +9,10 @@ from shardwise.comm.carry import Carrier, Leg, Outer
 from shardwise.comm.link import accumulate
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.core.topology import Interval
-from shardwise.device.abilities import has_streams, separate_memory
+from shardwise.device.abilities import separate_memory
 from shardwise.plans.ops import Hop
 from shardwise.plans.plan import Plan
-from shardwise.tier.memory import tensor_on
+from shardwise.runtime.local_grad import LocalGrad
 from shardwise.tier.pool import Pool, zeros
 from shardwise.tier.rest import Rest
 from shardwise.tier.staging import Brought
@@ -23,32 +22,12 @@ if TYPE_CHECKING:
     from shardwise.runtime.slot import ParamSlot
 
 
-@dataclass(frozen=True)
-class FullGrad:
-    """A complete local gradient that is being reduced."""
-
-    tensor: torch.Tensor
-    _storage: torch.UntypedStorage
-    _pool: Pool
-
-    def release(self) -> None:
-        """Returns the memory to the pool; no rank may still read it."""
-        self._pool.give(self._storage)
-
-
 class GradMemory:
     """This rank's memory for the gradients of a trained flat."""
 
     def __init__(self, flat: "Flat", plan: Plan, pool: Pool) -> None:
-        self._flat, self._tier, self._pool = flat, plan.grads.tier, pool
-        self.full: torch.Tensor | None = None
-        """The local gradient of the current backward, as far as it arrived; in the reduce dtype."""
-        self._storage: torch.UntypedStorage | None = None
-        self._copies_together = has_streams(flat.device)
-        self._arrived: list[tuple[slice, torch.Tensor]] = []
-        """Places in the full buffer, and the gradients that are still to be copied there."""
-        self._zeros: torch.Tensor | None = None
-        """What is copied to padding."""
+        self._flat, self._tier = flat, plan.grads.tier
+        self.local = LocalGrad(flat, pool)
         self._frees = separate_memory(flat.device) and self.is_resident
         """Whether memory of gradients is freed when they are dropped: on a device forward can use
         it. On CPU fresh pages would cost more."""
@@ -83,71 +62,6 @@ class GradMemory:
         """Whether sums are written to their tier piece by piece: with no hops, nothing needs them
         as a whole."""
         return self._flat.rungs.bottom == 0 and self._tier == "nvme"
-
-    # --- the full buffer ----------------------------------------------------------------------
-
-    def buffer(self) -> torch.Tensor:
-        """The full buffer for the gradients of this backward."""
-        if self.full is None:
-            numel, dtype = self._flat.spec.numel, self._flat.dtypes.reduce
-            self._storage = self._pool.take(numel * dtype.itemsize)
-            self.full = tensor_on(self._storage, numel, dtype)
-        return self.full
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a gradient of this backward has arrived."""
-        return self.full is not None or bool(self._arrived)
-
-    def arrive(self, slot: "ParamSlot", grad: torch.Tensor, *, adds: bool) -> None:
-        """Takes a parameter's gradient: copies it to its place, or adds it to one that is there.
-
-        On a device with streams copies wait for those of the other parameters. Then one launch
-        copies them all, and compute waits for the last reduction, which still reads the buffer,
-        only when this unit's backward is over.
-        """
-        if self._copies_together and not adds:
-            self._arrived.append((slot.place, grad.reshape(-1)))
-            return
-        self._copy_arrived()
-        place = self.buffer()[slot.place].view(slot.spec.param.shape)
-        place.add_(grad) if adds else place.copy_(grad)
-
-    def _copy_arrived(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        if arrived:
-            full = self.buffer()
-            torch._foreach_copy_(
-                [full[place] for place, _ in arrived], [grad for _, grad in arrived]
-            )
-
-    def take(self) -> FullGrad:
-        """Hands the full buffer to a reduction; the next gradient gets a new one. Missing gradients
-        and padding are zero."""
-        full, spec = self.buffer(), self._flat.spec
-        zero = [slot.place for slot in self._flat.slots if not slot.pending]
-        if padding := spec.numel - spec.slots[-1].interval.stop:
-            zero.append(slice(spec.numel - padding, spec.numel))
-        if not self._copies_together:
-            for place in zero:
-                full[place].zero_()
-        elif zero:
-            zeros = self._zeros_for(zero)
-            self._arrived += [(place, zeros[: place.stop - place.start]) for place in zero]
-        self._copy_arrived()
-        storage = self._storage
-        assert storage is not None
-        self.full = self._storage = None
-        return FullGrad(full, storage, self._pool)
-
-    def _zeros_for(self, places: list[slice]) -> torch.Tensor:
-        """As many zeros as the largest place has elements."""
-        numel = max(place.stop - place.start for place in places)
-        if self._zeros is None or self._zeros.numel() < numel:
-            self._zeros = torch.zeros(
-                numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
-            )
-        return self._zeros
 
     # --- verbs --------------------------------------------------------------------------------
 
@@ -309,7 +223,7 @@ class GradMemory:
         """The encoding errors of earlier reductions on a hop: one row per other member.
 
         Only on the hop to the bottom rung, where it is smallest. Made when first needed; see
-        ``_add_residual`` in ``comm/carry.py``.
+        ``keep_error`` in ``wire/kernels.py``.
         """
         flat = self._flat
         format = flat.format(hop)

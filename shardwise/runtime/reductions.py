@@ -53,7 +53,7 @@ class Reductions:
         unit = slot.unit
         with torch.no_grad():
             dense = grad.to_dense() if grad.is_sparse else grad.detach()
-            slot.flat.grads.arrive(slot, dense, adds=slot.pending)
+            slot.flat.grads.local.arrive(slot, dense, adds=slot.pending)
         slot.pending = slot.used = True
         slot.arrivals += 1
         if slot.arrivals <= self._expected.get(slot, 0) and not unit.is_tile:

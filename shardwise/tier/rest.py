@@ -25,7 +25,7 @@ from shardwise.core.ticket import DONE, Ticket
 from shardwise.device import memory
 from shardwise.device.abilities import separate_memory
 from shardwise.device.streams import Mark, block_host_until, has_passed, mark, order_after
-from shardwise.plans.memory import WRITES_IN_FLIGHT_BYTES
+from shardwise.plans.staged import WRITES_IN_FLIGHT_BYTES
 from shardwise.tier.budget import Budget
 from shardwise.tier.memory import tensor_on
 from shardwise.tier.pool import Pool, zeros

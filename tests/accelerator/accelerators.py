@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @dataclass
@@ -128,25 +129,27 @@ class Simulated:
         seen.pinned_peak_bytes, seen.pinned_end_bytes = found["pinned_peak"], found["pinned"]
 
 
-class Cuda:
+class Real:
     """A real device: memory as its allocator counts it, launches as the profiler sees them."""
 
-    type = "cuda"
+    def __init__(self, kind: str) -> None:
+        self.type = kind
 
     def unavailable(self, world: int) -> str | None:
-        if not torch.cuda.is_available():
-            return "there is no CUDA or ROCm device"
-        if torch.cuda.device_count() < world:
-            return f"{world} devices are needed, and there are {torch.cuda.device_count()}"
-        return None
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type != self.type:
+            return f"torch offers no device of type {self.type} here"
+        count = torch.accelerator.device_count()
+        return f"{world} devices are needed, and there are {count}" if count < world else None
 
     def prepare(self, rank: int, world: int) -> dict[str, Any]:
         torch.accelerator.set_device_index(rank)
-        return {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
+        own = dist.get_default_backend_for_device(self.type)
+        return {"backend": f"cpu:gloo,{self.type}:{own}", "device_id": self.device}
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.type, torch.accelerator.current_device_index())
 
     def delay(self, slow: str, microseconds: int = 1000, seed: int = 0) -> None:
         pass  # a real device is as late as it is; races are not looked for on it
@@ -155,20 +158,23 @@ class Cuda:
     def watch(self) -> Iterator[Seen]:
         from torch.profiler import ProfilerActivity, profile
 
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        seen = Seen(start_bytes=torch.cuda.memory_allocated())
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        seen = Seen(start_bytes=torch.accelerator.memory_allocated())
+        activities = [getattr(ProfilerActivity, self.type.upper()), ProfilerActivity.CPU]
+        with profile(activities=activities) as profiled:
             yield seen
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
+        kind = getattr(torch.autograd.DeviceType, self.type.upper())
         for event in profiled.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == kind:
                 seen.launches[event.name] = seen.launches.get(event.name, 0) + 1
-        seen.peak_bytes = torch.cuda.max_memory_allocated()
-        seen.end_bytes = torch.cuda.memory_allocated()
+        seen.peak_bytes = torch.accelerator.max_memory_allocated()
+        seen.end_bytes = torch.accelerator.memory_allocated()
 
 
-KINDS: dict[str, Accelerator] = {"sim": Simulated(), "cuda": Cuda()}
+KINDS: dict[str, Accelerator] = {"sim": Simulated(), "cuda": Real("cuda"), "xpu": Real("xpu")}
+"""By torch's word for the type; AMD's devices are cuda as well."""
 
 
 def chosen() -> Accelerator:

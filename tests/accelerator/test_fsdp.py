@@ -1,47 +1,58 @@
-"""The control: what is known to be right is found right, with no race."""
+"""The control: what is known to be right is found right, without a race, and its figures are sane.
 
-import copy
+Tests of shardwise's own plans compare theirs with ``fsdp2_figures`` in the same processes.
+"""
+
+from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.accelerator.accelerators import chosen
-from tests.models import UntiedGPT, adamw, batch, lm_loss, make, mine, train_plain
+from tests.accelerator.figures import WARM_STEPS, Figures, fsdp2_figures
+from tests.harness import Workers
+from tests.models import UntiedGPT, make, train_plain
 
 STEPS = 3
+ROUNDED_TO = 512
+"""The smallest piece of memory that allocators of devices hand out."""
 
 
-def _train_with_fsdp(delay: str) -> tuple[list[float], list[float], list[str] | None, int]:
-    from torch.distributed.fsdp import fully_shard
-
+def _train(delay: str, dtype: torch.dtype) -> Figures:
     accelerator = chosen()
-    reference = make(UntiedGPT, torch.float32)
-    model = copy.deepcopy(reference).to(accelerator.device)
-    plain = train_plain(reference, STEPS)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = adamw(model)
-    losses = []
     accelerator.delay(delay)
     try:
-        with accelerator.watch() as seen:
-            for step in range(STEPS):
-                loss = lm_loss(model, *(t.to(accelerator.device) for t in mine(*batch(step))))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)
-                losses.append(loss.item())
+        return fsdp2_figures(UntiedGPT, dtype, steps=STEPS)
     finally:
         accelerator.delay("none")
-    return losses, plain, seen.races, seen.launch_count
+
+
+@cache
+def _plain_losses(dtype: torch.dtype) -> list[float]:
+    return train_plain(make(UntiedGPT, dtype), WARM_STEPS + STEPS)
 
 
 @pytest.mark.parametrize("delay", ["none", "main", "side", "random"])
-def test_fsdp2_trains_as_one_plain_process_without_a_race(sim_two, delay: str) -> None:
-    for losses, plain, races, launches in sim_two.run(_train_with_fsdp, delay):
-        assert losses == pytest.approx(plain, abs=1e-5)
-        assert launches > 0
-        assert not races
+def test_fsdp2_trains_as_one_plain_process_without_a_race(sim_two: Workers, delay: str) -> None:
+    for figures in sim_two.run(_train, delay, torch.float64):
+        assert figures.losses == pytest.approx(_plain_losses(torch.float64), rel=1e-9)
+        assert not figures.races
+
+
+def test_fsdp2s_memory_and_launches(sim_two: Workers) -> None:
+    model = make(UntiedGPT, torch.float32)
+    block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    tensors = 4 * len(list(model.parameters()))  # a parameter, two states and its count of steps
+    states = 3 * 4 * sum(p.numel() for p in model.parameters())
+    for figures in sim_two.run(_train, "none", torch.float32):
+        assert states / 2 <= figures.at_rest_bytes <= states / 2 + tensors * ROUNDED_TO
+        assert figures.peak_bytes >= figures.at_rest_bytes + block
+        assert figures.launches > 0
+        assert not figures.races
+        if figures.host_waits is None:
+            continue  # real devices count kernels of their own names, and no waits
+        assert sum(figures.host_waits.values()) == 0
+        # Blocks are gathered for forward and for backward, what is outside of them once.
+        assert figures.launches_by_name["simccl all_gather"] == 2 * len(model.blocks) + 1
+        assert figures.launches_by_name["simccl reduce_scatter"] == len(model.blocks) + 1
+        assert figures.launches_by_name["aten::_fused_adamw_"] == 1

@@ -366,7 +366,12 @@ def train_adapters(job: Job):
             flats = [flat for unit in runtime.units for flat in unit.flats]
             assert {flat.spec.requires_grad for flat in flats} == {True, False}
             for flat in flats:
-                memory = (flat.params.master, flat.grads.summed, flat.grads.held, flat.grads.full)
+                memory = (
+                    flat.params.master,
+                    flat.grads.summed,
+                    flat.grads.held,
+                    flat.grads.local.full,
+                )
                 if not flat.spec.requires_grad:
                     assert memory == (None,) * 4
         job.update()

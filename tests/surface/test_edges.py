@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     # Programs on top of it.
     "train": {"__init__", "api", "auto", "core", "device", "model", "planner", "plans"},
     "bench": {
-        "__init__", "api", "core", "cost", "model", "planner", "plans", "probing", "train",
+        "__init__", "api", "core", "cost", "device", "model", "planner", "plans", "probing",
+        "train", "wire",
     },
     "cli": {
         "__init__", "api", "bench", "checkpoint", "core", "cost", "model", "planner", "planning",

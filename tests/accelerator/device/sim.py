@@ -74,11 +74,17 @@ def _as_device(device: Any = None) -> torch.device:
 
 @contextlib.contextmanager
 def _use_stream(stream: torch.Stream | None) -> Iterator[torch.Stream | None]:
+    # ``with stream`` keeps what it restores in the stream, so that it could not be nested.
     if stream is None:
         yield None
         return
-    with stream:
-        yield stream
+    with torch.accelerator.device_index(stream.device_index):
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield stream
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def _generator(device: Any = None) -> torch.Generator:
@@ -92,10 +98,6 @@ def _seed_all(seed: int) -> None:
 
 def _functions() -> dict[str, Any]:
     accelerator = torch.accelerator
-    count = (
-        torch._C._accelerator_deviceCount if hasattr(torch._C, "_accelerator_deviceCount") else None
-    )
-    assert count is None
     return {
         "Stream": Stream,
         "Event": Event,
@@ -106,10 +108,10 @@ def _functions() -> dict[str, Any]:
         "set_stream": accelerator.set_stream,
         "cudart": lambda: _runtime,
         "stream": _use_stream,
-        "device": accelerator.device_index,
+        "device": lambda device: accelerator.device_index(_index(device)),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": device_count,
+        "device_count": _device.device_count,
         "current_device": accelerator.current_device_index,
         "set_device": lambda device: accelerator.set_device_index(_index(device)),
         "get_device_name": lambda device=None: "simulated device",
@@ -133,23 +135,9 @@ def _functions() -> dict[str, Any]:
         "empty_cache": accelerator.empty_cache,
         "is_bf16_supported": lambda: True,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
-        "_is_in_bad_fork": lambda: False,
+        "_is_in_bad_fork": _device.in_forked_child,
         "_lazy_init": lambda: None,
     }
-
-
-_count = 1
-
-
-def device_count() -> int:
-    return _count
-
-
-def set_device_count(count: int) -> None:
-    """How many devices there are; before the first is used."""
-    global _count
-    _device.set_device_count(count)
-    _count = count
 
 
 module = types.ModuleType("torch.sim")
@@ -162,6 +150,11 @@ torch._C._set_storage_data_ptr_access_error_msg = _device.refuse_access
 
 
 # --- what only a simulation can do ----------------------------------------------------------------
+def set_device_count(count: int) -> None:
+    """How many devices there are, one by default; before the first is used."""
+    _device.set_device_count(count)
+
+
 def launch(
     name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], kernel: Kernel
 ) -> None:
@@ -189,7 +182,7 @@ def on_wait(call: Callable[[str], None] | None) -> None:
 def clear() -> None:
     """Forgets races, launches and waits, and starts peaks of memory anew."""
     _device.clear()
-    for index in range(device_count()):
+    for index in range(torch.accelerator.device_count()):
         torch.accelerator.reset_peak_memory_stats(index)
 
 
@@ -207,7 +200,7 @@ def set_memory_limit(nbytes: int) -> None:
 
 def devices_used() -> list[int]:
     """The devices on which this process has ever allocated memory."""
-    return [index for index in range(device_count()) if _device.ever_used(index)]
+    return [index for index in range(torch.accelerator.device_count()) if _device.ever_used(index)]
 
 
 def priority_of(stream: torch.Stream) -> int:

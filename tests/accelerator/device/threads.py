@@ -2,13 +2,17 @@
 
 Only a thread that has waited for a stream knows that its work is over. The detector keeps this
 knowledge for each thread, and passes it on where Python's own tools do: when a thread starts or is
-joined, when a lock is released and then taken (so with queues, events, conditions, futures, pools),
-and around a backward, whose threads share the knowledge of the main one.
+joined, and when a lock is released and then taken. Everything else in ``threading``, ``queue`` and
+``concurrent.futures`` is made of locks, so it passes on what its locks do. A backward and the
+threads of autograd share what they know while it runs.
+
+What threads learn in another way (a flag that one polls, a pipe) is not seen: such code would be
+reported, although on a real device it may be right.
 """
 
+import functools
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +20,15 @@ import torch
 
 
 def watch(device: ModuleType) -> None:
-    """Makes locks, threads and queues of this process pass on what they order."""
+    """Makes threads, locks and queues of this process that are made from now on pass on what they
+    order, and backwards from now on."""
     _Watched.device = device
+    device.begin_thread(device.knowledge())  # this thread, usually the main one
     _watch_threads()
-    _watch_locks()
-    _watch_queues()
+    threading.Lock = _Lock
+    threading.RLock = _RLock
+    # The one written in C has no lock that could be watched; this one has the same methods.
+    queue.SimpleQueue = queue._PySimpleQueue
     _watch_backward()
 
 
@@ -38,7 +46,7 @@ def _learn(told: Any) -> None:
 
 
 def _watch_threads() -> None:
-    start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
+    start, join = threading.Thread.start, threading.Thread.join
     bootstrap = threading.Thread._bootstrap_inner
 
     def started(self: threading.Thread) -> None:
@@ -57,7 +65,6 @@ def _watch_threads() -> None:
         if not self.is_alive():
             _learn(getattr(self, "_told_at_end", None))
 
-    del run
     threading.Thread.start = started
     threading.Thread._bootstrap_inner = begun
     threading.Thread.join = joined
@@ -79,7 +86,7 @@ class _Lock:
         return got
 
     def release(self) -> None:
-        _learn(self._told)
+        _learn(self._told)  # another thread may release a lock than the one that took it
         self._told = _knowledge()
         self._lock.release()
 
@@ -99,6 +106,7 @@ class _Lock:
 class _RLock(_Lock):
     _make = staticmethod(threading.RLock)
 
+    # What conditions ask of a lock that one thread may take several times.
     def _is_owned(self) -> bool:
         return self._lock._is_owned()
 
@@ -111,43 +119,16 @@ class _RLock(_Lock):
         _learn(self._told)
 
 
-def _watch_locks() -> None:
-    threading.Lock = _Lock
-    threading.RLock = _RLock
-
-
-def _watch_queues() -> None:
-    # A queue written in C passes things on without a lock that could be seen.
-    class SimpleQueue(queue._PySimpleQueue):
-        def __init__(self) -> None:
-            super().__init__()
-            self._lock = _Lock()
-
-        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-            with self._lock:
-                pass
-            super().put(item, block, timeout)
-
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            item = super().get(block, timeout)
-            with self._lock:
-                return item
-
-    queue.SimpleQueue = SimpleQueue
-    submit = ThreadPoolExecutor.submit
-
-    def submitted(self: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:
-        told = _knowledge()
-
-        def told_work() -> Any:
-            _learn(told)
-            return work(*args, **kwargs)
-
-        return submit(self, told_work)
-
-    ThreadPoolExecutor.submit = submitted
-
-
 def _watch_backward() -> None:
     run = torch.autograd.graph._engine_run_backward
-    del run
+
+    @functools.wraps(run)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        _Watched.device.begin_backward()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _Watched.device.end_backward()
+
+    torch.autograd.graph._engine_run_backward = watched
+    torch.autograd._engine_run_backward = watched  # imported by name

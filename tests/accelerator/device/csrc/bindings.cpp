@@ -74,9 +74,14 @@ void clear() {
 }
 
 void delay(const std::string& slow, int microseconds, unsigned seed) {
+  set_delays({slow, microseconds, seed});
+}
+
+void set_device_count(int n) {
+  TORCH_CHECK(0 < n && n <= kMostDevices, "the simulation has at most ", kMostDevices, " devices");
   Lock lock(world().mutex);
-  world().delays = {slow, microseconds, seed};
-  for (auto& s : world().streams) s->dice.seed(seed + s->number);
+  TORCH_CHECK(world().streams.empty(), "a device is in use already: say how many there are before that");
+  world().device_count = n;
 }
 }  // namespace
 
@@ -95,10 +100,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         (*held)(kind);
       };
   });
-  m.def("set_device_count", [](int n) {
-    TORCH_CHECK(0 < n && n <= kMostDevices, "the simulation has at most ", kMostDevices, " devices");
-    world().device_count = n;
-  });
+  m.def("device_count", [] { return world().device_count; });
+  m.def("set_device_count", &set_device_count);
   m.def("host_register", [](uintptr_t begin, size_t bytes) {
     if (!register_pinned(begin, bytes)) return 1;
     Lock lock(world().mutex);
@@ -120,11 +123,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("knowledge", [] { return Knowledge{knowledge()}; });
   m.def("learn", [](const Knowledge& k) { learn(k.clock); });
   m.def("begin_thread", [](const Knowledge& k) { begin_thread(k.clock); });
+  m.def("begin_backward", &begin_backward);
+  m.def("end_backward", &end_backward);
   m.def("make_collectives", &make_collectives);
   // As builds with CUDA have it: what it sets belongs to c10, not to CUDA.
   m.def("refuse_access", [](size_t storage, const std::string& reason) {
     reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(reason);
   });
   m.def("after_fork", &after_fork);
+  m.def("in_forked_child", &in_forked_child);
   m.def("end", &end_world, py::call_guard<py::gil_scoped_release>());
 }

@@ -220,6 +220,7 @@ void mark_unwritten(Region& r, uintptr_t begin, uintptr_t end) {
 }
 
 void free_device(void* address) {
+  if (in_forked_child()) return;
   Lock lock(world().mutex);
   auto& p = pool();
   Block* b = p.blocks.at(reinterpret_cast<uintptr_t>(address));
@@ -332,6 +333,7 @@ size_t power_of_two(size_t n) {
 }
 
 void free_pinned(void* address) {
+  if (in_forked_child()) return;
   Lock lock(world().mutex);
   auto at = reinterpret_cast<uintptr_t>(address);
   auto& p = pinned();

@@ -17,7 +17,7 @@ constexpr size_t kMostRaces = 1000;
 
 struct Maps {  // device memory is closed to the host; pinned memory is mapped twice
   char *facade[kMostDevices] = {}, *alias[kMostDevices] = {}, *host = nullptr, *dma = nullptr;
-  size_t device_top[kMostDevices] = {}, pinned_top = 0;
+  size_t device_top[kMostDevices] = {}, pinned_top = 0;  // addresses are handed out once
   std::map<uintptr_t, std::pair<size_t, char*>> registered;  // the host's own pages: bytes, second mapping
 } maps;
 
@@ -32,9 +32,12 @@ const std::pair<const uintptr_t, std::pair<size_t, char*>>* registered_at(const 
 thread_local int t_device = 0;
 thread_local int t_stream[kMostDevices] = {};
 thread_local std::unique_ptr<Clock> t_clock;
+thread_local int t_backwards = 0;  // that this thread runs now, one inside another
+thread_local bool t_is_stream = false;
 bool forked = false;
+std::thread::id ender;
 
-Clock& my_clock() { return t_clock ? *t_clock : world().main_clock; }
+Clock& my_clock() { return t_clock && !t_backwards ? *t_clock : world().others_clock; }
 
 char* map_or_raise(size_t bytes, int protection, int flags, int file) {
   void* at = mmap(nullptr, bytes, protection, flags | MAP_NORESERVE, file, 0);
@@ -95,7 +98,8 @@ void map_pinned() {
   watch_faults();
 }
 
-bool slow_now(Stream& s, const Delays& d) {
+bool slow_now(Stream& s) {
+  auto& d = s.delays;
   if (d.slow == "all") return true;
   if (d.slow == "main") return s.id == 0;
   if (d.slow == "side") return s.id != 0;
@@ -103,6 +107,7 @@ bool slow_now(Stream& s, const Delays& d) {
 }
 
 void run(Stream* s) {
+  t_is_stream = true;
   auto& w = world();
   while (true) {
     std::function<void()> task;
@@ -113,8 +118,8 @@ void run(Stream* s) {
       task = std::move(s->queue.front());
       s->queue.pop_front();
       s->busy = true;
-      if (slow_now(*s, w.delays))
-        s->changed.wait_for(lock, std::chrono::microseconds(w.delays.microseconds),
+      if (slow_now(*s))
+        s->changed.wait_for(lock, std::chrono::microseconds(s->delays.microseconds),
                             [&] { return w.ending.load(); });
     }
     try {
@@ -334,7 +339,8 @@ void open_pages(Region& r) {  // all but what is still in flight
 void check_started() {
   TORCH_CHECK(!forked, "Cannot re-initialize the simulated device in a forked subprocess: spawn it");
 }
-void after_fork() { forked = true; }
+void after_fork() { forked = forked || !world().streams.empty(); }
+bool in_forked_child() { return forked; }
 
 Stream& stream(int device, int id) {
   check_started();
@@ -347,11 +353,22 @@ Stream& stream(int device, int id) {
   made->device = device;
   made->id = id;
   made->priority = id > kPoolStreams ? -1 : 0;
+  made->delays = w.delays;
   made->dice.seed(w.delays.seed + made->number);
   found = made.get();
   w.streams.push_back(std::move(made));
   found->thread = std::thread(run, found);
   return *found;
+}
+void set_delays(const Delays& delays) {
+  auto& w = world();
+  Lock lock(w.mutex);
+  w.delays = delays;
+  for (auto& s : w.streams) {
+    std::lock_guard<std::mutex> own(s->mutex);
+    s->delays = delays;
+    s->dice.seed(delays.seed + s->number);
+  }
 }
 int next_pool_stream(int device, bool high_priority) {
   static int next[kMostDevices][2] = {};
@@ -370,6 +387,7 @@ void set_current_stream(int device, int id) { t_stream[device] = id; }
 
 // --- work --------------------------------------------------------------------------------------
 void enqueue(Stream& s, const std::string& what, std::vector<Use> uses, std::function<void()> task) {
+  rest_if_ending();
   auto& w = world();
   Lock lock(w.mutex);
   if (w.ending) return;
@@ -419,6 +437,7 @@ void order(Stream& later, const MomentPtr& moment) {
 }
 void host_wait(const std::string& kind, const MomentPtr& moment) {
   if (!moment) return;
+  rest_if_ending();
   auto& w = world();
   if (!kind.empty()) {
     std::function<void(const std::string&)> tell;
@@ -432,6 +451,7 @@ void host_wait(const std::string& kind, const MomentPtr& moment) {
   if (PyGILState_Check()) {  // streams may want to run Python
     PyThreadState* python = PyEval_SaveThread();
     moment->wait();
+    rest_if_ending();
     PyEval_RestoreThread(python);
   } else {
     moment->wait();
@@ -445,6 +465,7 @@ void host_wait(const std::string& kind, const MomentPtr& moment) {
   TORCH_CHECK(error.empty(), "simulated device: asynchronous error: ", error);
 }
 bool query(const MomentPtr& moment) {
+  rest_if_ending();
   if (!moment) return true;
   if (!moment->over()) return false;
   host_learns(moment->clock);
@@ -464,6 +485,14 @@ bool idle(Stream& s) {
 
 // --- threads of the host -----------------------------------------------------------------------
 void begin_thread(const Clock& told) { t_clock = std::make_unique<Clock>(told); }
+void begin_backward() {
+  Lock lock(world().mutex);
+  if (t_clock && !t_backwards++) merge(world().others_clock, *t_clock);
+}
+void end_backward() {
+  Lock lock(world().mutex);
+  if (t_clock && !--t_backwards) merge(*t_clock, world().others_clock);
+}
 Clock knowledge() {
   Lock lock(world().mutex);
   return my_clock();
@@ -473,9 +502,18 @@ void learn(const Clock& clock) {
   merge(my_clock(), clock);
 }
 
+// An interpreter that ends stops every thread that asks for its lock, and what stops a thread inside
+// of C++ aborts the process. So threads that did not end before come to rest here.
+void rest_if_ending() {
+  if (!world().ending || t_is_stream || std::this_thread::get_id() == ender) return;
+  if (PyGILState_GetThisThreadState() && PyGILState_Check()) PyEval_SaveThread();
+  while (true) pause();
+}
+
 void end_world() {
   auto& w = world();
   if (forked) return;
+  ender = std::this_thread::get_id();
   w.ending = true;
   std::vector<Stream*> all;
   {
@@ -486,6 +524,7 @@ void end_world() {
     std::lock_guard<std::mutex> lock(s->mutex);
     s->changed.notify_all();
   }
+  if (!all.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(50));  // let threads come to rest
   // A stream may sit in a collective whose peers have left: after a while it is left behind.
   auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(2);
   for (auto* s : all) {

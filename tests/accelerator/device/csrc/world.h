@@ -69,23 +69,24 @@ struct Region {
   std::map<uintptr_t, uintptr_t> written;  // since it was allocated: what a read may find
 };
 
-struct Stream {
-  int number;  // in clocks and sentences
-  int device, id, priority;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> queue;
-  bool busy = false;
-  std::thread thread;
-  Clock clock;
-  std::mt19937 dice;
-  std::string name() const;
-};
-
 struct Delays {
   std::string slow = "none";  // none, main, side, all, random
   int microseconds = 0;
   unsigned seed = 0;
+};
+
+struct Stream {
+  int number;  // in clocks and sentences
+  int device, id, priority;
+  Clock clock;        // guarded by the world's mutex
+  std::mutex mutex;   // guards what follows; may be taken while the world's is held, not before it
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  bool busy = false;
+  Delays delays;
+  std::mt19937 dice;
+  std::thread thread;
+  std::string name() const;
 };
 
 struct Counters {
@@ -104,9 +105,9 @@ struct World {
   std::map<uintptr_t, std::unique_ptr<Region>> regions;
   std::vector<Region*> closed;  // pinned, with pages closed to the host
   Clock known;                  // what any thread of the host knows
-  Clock main_clock;             // what the main thread knows, and threads nobody registered
+  Clock others_clock;           // what threads that nobody registered know, together
   Counters counters;
-  Delays delays;
+  Delays delays;                // of streams that are made from now on
   std::function<void(const std::string&)> on_wait;  // told of every wait that is counted
   std::string error;  // what a stream raised; shown at the next wait of the host
   std::atomic<bool> ending{false};
@@ -128,6 +129,7 @@ size_t unregister_pinned(uintptr_t begin);
 // Streams.
 void check_started();  // raises in a forked child
 Stream& stream(int device, int id);
+void set_delays(const Delays& delays);
 int next_pool_stream(int device, bool high_priority);
 int current_device();
 void set_current_device(int device);
@@ -144,11 +146,16 @@ bool query(const MomentPtr& moment);
 bool idle(Stream& stream);
 void race(const std::string& sentence);
 
-// Threads of the host: each knows what it waited for, or was told.
+// Threads of the host: each knows what it waited for, or was told. Those that are registered have a
+// clock of their own. Threads of autograd are not; who runs a backward shares their clock in it.
 void begin_thread(const Clock& told);
+void begin_backward();
+void end_backward();
 Clock knowledge();
 void learn(const Clock& clock);
 
 void end_world();  // streams stop; what is queued is dropped, as when a process leaves a real device
+void rest_if_ending();  // keeps threads that are still there then; called where no lock is held
 void after_fork();
+bool in_forked_child();  // of a process that used a device: nothing works, nothing may be locked
 }  // namespace sim

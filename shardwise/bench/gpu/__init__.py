@@ -1,0 +1,1 @@
+"""What accelerators of this machine really do: the parts of ``shardwise doctor --gpu``."""

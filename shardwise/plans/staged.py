@@ -1,0 +1,59 @@
+"""Buffers between tiers: of the host, beside a disk or a device, and of the device itself."""
+
+from collections import Counter
+
+from shardwise.plans.placed import trained_flats
+from shardwise.plans.plan import Plan, has_master
+from shardwise.plans.sized import Sized
+
+WRITES_IN_FLIGHT_BYTES = 1 << 26
+"""Limit of all writes to a disk in flight; a single larger write is always allowed."""
+DISK_SCRATCH_BYTES = 32 << 20
+"""Memory of the disk's threads for data that does not begin or end on a page: four blocks of 8 MiB
+(``tier/aio.py``)."""
+
+
+def pooled(sizes: list[int], at_once: int) -> int:
+    """Bytes of a pool that lends at most ``at_once`` buffers of each size."""
+    return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
+
+
+def staging_bytes(units: list[Sized], plan: Plan, optim_words: int) -> int:
+    fetched = [
+        unit.compute_bytes(unit.rungs.params)
+        for unit in units[1:]
+        if unit.rests("params", "nvme") and unit.rungs.params > 0
+    ]
+    summed = [unit.sums_bytes() for unit in units if unit.rests("grads", "nvme")]
+    if units[0].rungs.bottom == 0:  # one rank: summed in pieces no larger than windows
+        summed = []
+    largest = max(summed, default=0)
+    windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    if not (fetched or largest or windows):
+        return 0
+    writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
+    made = max(_made_states(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    moving = pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
+    return moving + DISK_SCRATCH_BYTES
+
+
+def _made_states(placed: Sized, window_numel: int, optim_words: int) -> int:
+    """States that the optimizer creates in the first step of a window, before they are moved."""
+    if not placed.rests("optim", "nvme"):
+        return 0
+    numels = (placed.part_numel(f, placed.rungs.optim) for f in trained_flats(placed.unit))
+    return max((min(window_numel, n) for n in numels), default=0) * optim_words * 4
+
+
+def _window(placed: Sized, window_numel: int, optim_words: int) -> int:
+    """Buffers of one window for all states that rest on the disk."""
+    largest = 0
+    for flat in trained_flats(placed.unit):
+        numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
+        word, copy = placed.dtype_bytes("master", flat), placed.dtype_bytes("compute", flat)
+        separate = has_master(placed.plan, placed.rungs, flat.dtype)
+        each = (optim_words + separate) * word if placed.rests("optim", "nvme") else 0
+        each += word if placed.rests("grads", "nvme") else 0
+        each += copy if placed.rests("params", "nvme") else 0
+        largest = max(largest, numel * each)
+    return largest
