@@ -90,9 +90,9 @@ class Alike:
                 self.line(SHORT, getattr(first, field.name), getattr(second, field.name))
             )
             for field in fields(Memory)
-            if field.name != "budget"
+            if field.name not in ("budget", "accelerated")
         }
-        return Memory(**terms, budget=first.budget)
+        return Memory(**terms, budget=first.budget, accelerated=first.accelerated)
 
     def estimate(
         self,

@@ -12,7 +12,7 @@ from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.plans.expected import Event, schedule
-from shardwise.plans.memory import HOLES, Memory, kept_bytes, memory
+from shardwise.plans.memory import HOLES, Memory, kept_bytes, memory, sums_bytes
 from shardwise.plans.ops import Kind, Phase, Place, Trigger
 from shardwise.plans.plan import Plan
 
@@ -59,7 +59,7 @@ def along(
         plan, model, topology, accumulates=accumulates, saved=saved, accelerated=accelerated
     )
     phase = Phase.LAST if accumulates else Phase.ONLY
-    held = _Held(plan, model, topology, saved, needed)
+    held = _Held(plan, model, topology, saved, needed, accumulates=accumulates)
     return list(held.moments(phase))
 
 
@@ -72,16 +72,28 @@ class _Held:
     """Follows the events of a pass."""
 
     def __init__(
-        self, plan: Plan, model: ModelSpec, topology: Topology, saved: Saved, needed: Memory
+        self,
+        plan: Plan,
+        model: ModelSpec,
+        topology: Topology,
+        saved: Saved,
+        needed: Memory,
+        *,
+        accumulates: bool,
     ) -> None:
         self._plan, self._model, self._topology = plan, model, topology
         self._saved, self._needed = saved, needed
+        self._holes = 0 if needed.accelerated else needed.optim // HOLES
         self._kept_bytes = kept_bytes(plan, model, topology)
         self._called = [unit.name for unit in model.units[1:] if not unit.inside]
         self._begun: list[str] = []
         """Units whose activations backward still needs."""
         self._kept: set[str] = set()
         """Units that something is kept of."""
+        self._sums_bytes = sums_bytes(plan, model, topology)
+        self._grads_before = needed.grads if accumulates else 0
+        self._summed: set[str] = set()
+        """Units whose gradients this backward has summed."""
 
     def moments(self, phase: Phase) -> Iterator[Moment]:
         if self._plan.keep_until == "step" and phase is Phase.LAST:
@@ -105,6 +117,8 @@ class _Held:
         not freed."""
         freed = set()
         for op in event.ops:
+            if op.kind is Kind.REDUCE:
+                self._summed.add(op.unit)
             if op.kind is Kind.KEEP:
                 self._kept.add(op.unit)
             elif op.kind is Kind.DROP and op.source is Place.KEPT:
@@ -116,6 +130,9 @@ class _Held:
             self._kept.add(event.unit)
         self._kept -= {unit for unit in freed if self._plan.for_unit(unit).keep == "full"}
 
+    def _grads_so_far(self) -> int:
+        return sum(self._sums_bytes[name] for name in self._summed)
+
     def _memory(self, *, backward: bool) -> Memory:
         needed, saved, setting = self._needed, self._saved, self._plan.activations
         share = len(self._begun) / max(1, len(self._called))
@@ -124,11 +141,17 @@ class _Held:
         passing = 0 if setting == "keep" or backward else saved.largest_unit
         activations = int(saved.root + share * (held - saved.root - passing)) if share else 0
         away = int(saved.movable * (1.0 - share))
+        grads = needed.grads
+        if needed.accelerated:  # see [Note: Coming and going] in memory.py
+            grads = min(grads, self._grads_before + self._grads_so_far())
         return replace(
             needed,
+            absent_early=0,  # the terms are those of this moment
+            absent_late=0,
+            grads=grads,
             kept=sum(self._kept_bytes[name] for name in self._kept),
             activations=activations,
-            allowance=needed.allowance if backward else needed.optim // HOLES,
+            allowance=needed.allowance if backward else self._holes,
             cpu=needed.cpu - (away if setting == "cpu" else 0),
             nvme=needed.nvme - (away if setting == "nvme" else 0),
         )

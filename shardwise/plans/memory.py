@@ -2,9 +2,14 @@
 
 These terms are what the runtime allocates for states and transfers; activations depend on the
 model. ``parts[x]`` is the number of shards on the rung of x, ``numel`` a flat's padded size.
+
+[Note: Coming and going]
+On a CPU buffers and gradients stay for all steps, because fresh pages are expensive. An
+accelerator's allocator hands freed memory to whatever comes next, so there sums of gradients are
+allocated when they are made and freed when they are dropped: while backward goes on, activations
+go and gradients come. The peak is early in backward or at its end.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,17 +19,19 @@ from shardwise.core.work import Saved
 from shardwise.plans.placed import kept_rung, trained_flats, travels
 from shardwise.plans.plan import Plan, has_master, resolve
 from shardwise.plans.sized import Sized
+from shardwise.plans.staged import (
+    beside_device_bytes,
+    on_device_bytes,
+    pooled,
+    staging_bytes,
+)
 from shardwise.plans.updates import OPTIM_WORDS
 from shardwise.plans.working import working_bytes
 
-WRITES_IN_FLIGHT_BYTES = 1 << 26
-"""Limit of all writes to a disk in flight; a single larger write is always allowed."""
-DISK_SCRATCH_BYTES = 32 << 20
-"""Memory of the disk's threads for data that does not begin or end on a page: four blocks of 8 MiB
-(``tier/aio.py``)."""
-
 HOLES = 8
 """Malloc's gaps between optimizer states take 1/HOLES of their memory."""
+TEMPORARIES = 2
+"""On an accelerator the temporaries of a unit's backward take 1/TEMPORARIES of what it saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +51,8 @@ class Memory:
     another rung, numel / parts[G] * bytes(master)."""
     grad_buffers: int
     """trained flats in full * bytes(reduce): those of root, which fill during the whole backward,
-    and two of each size of inner units: backward fills one while the other travels."""
+    and two of each size of inner units: backward fills one while the other travels. On an
+    accelerator one: a unit's gradients are copied there together, when the last one has left."""
     optim: int
     """sum over trained flats: (optim_words + 1 if there is a master copy) * numel / parts[OS]
     * bytes(master)."""
@@ -52,7 +60,8 @@ class Memory:
     """Buffers between memory and a disk. P: shards that are read ahead. G: a unit's shard while it
     is summed. OS: two windows of everything that the update touches, and states while the optimizer
     creates them. Also writes in flight, and memory of the disk's threads. With accelerators these
-    are in host memory, and count in ``cpu``."""
+    are in host memory, and count in ``cpu``; here are those of the device, for shards on their way
+    to or from a tier."""
     wires: int = 0
     """For wire formats: payloads and chunks in flight, and what error feedback keeps:
     (size - 1) * numel / ranks * 4 bytes on the outermost hop of every trained flat."""
@@ -68,20 +77,29 @@ class Memory:
     """Memory that no plan controls: the largest unit's gradients while autograd computes them, a
     quarter of the activations for their gradients and other temporaries of backward, and an eighth
     of the optimizer states for malloc's gaps between them. Rules of thumb, within 5 % of the
-    measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024."""
+    measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024. On an accelerator: the
+    gradients of the largest unit and of the root, which come first and are reduced last, and the
+    temporaries of one unit."""
 
     budget: int | None = None
     """Limit of all states and buffers of the device together: idle buffers are freed before it is
     exceeded."""
+    accelerated: bool = False
+    """Whether the device is an accelerator; see [Note: Coming and going]."""
+    absent_early: int = 0
+    """On an accelerator: bytes of these terms that are not there when backward's first unit is
+    over."""
+    absent_late: int = 0
+    """The same, when its last unit is over."""
 
     @property
     def total(self) -> int:
-        """The sum of all terms: an upper bound of the peak."""
+        """An upper bound of the peak: the sum of the terms that are there together."""
         states = self.params + self.grads + self.optim
         held = states + self.kept + self.gathered + self.grad_buffers + self.staging
-        if self.budget is not None:
-            held = min(held, self.budget)
-        return held + self.wires + self.activations + self.allowance
+        passing = self.wires + self.activations + self.allowance
+        most = held + passing - min(self.absent_early, self.absent_late)
+        return most if self.budget is None else min(most, self.budget + passing)
 
 
 def memory(
@@ -102,7 +120,9 @@ def memory(
     memory; then the disk's buffers are in host memory, and encoded reductions have longer chunks.
     """
     placed = _placed(plan, model, topology)
-    staging = staging_bytes(placed, plan, optim_words)
+    host = staging_bytes(placed, plan, optim_words)
+    if accelerated:
+        host += beside_device_bytes(placed, plan)
 
     def resting(tier: str) -> dict[str, int]:
         terms: dict[str, Callable[[Sized], int]] = {
@@ -121,21 +141,48 @@ def memory(
         **states,
         kept=sum(_kept(unit) for unit in placed[1:]),
         gathered=_gathered_root(placed[0]) + _gathered_inner(placed[1:], plan.prefetch),
-        grad_buffers=_grad_buffers(placed),
-        staging=0 if accelerated else staging,
-        cpu=sum(resting("cpu").values()) + (staging if accelerated else 0),
+        grad_buffers=_grad_buffers(placed, at_once=1 if accelerated else 2),
+        staging=on_device_bytes(placed, accumulates=accumulates) if accelerated else host,
+        cpu=sum(resting("cpu").values()) + (host if accelerated else 0),
         nvme=sum(resting("nvme").values()),
         wires=working_bytes(placed, accumulates=accumulates, accelerated=accelerated),
         budget=plan.tiers.device_bytes,
-        allowance=_largest_gradient(placed) + optim // HOLES,
+        allowance=_largest_gradient(placed)
+        + (placed[0].full_bytes("compute") if accelerated else optim // HOLES),
+        accelerated=accelerated,
     )
+    if accelerated:
+        found = _on_accelerator(found, placed, plan, accumulates=accumulates)
     return found if saved is None else with_activations(found, saved, plan.activations)
+
+
+def _on_accelerator(found: Memory, units: list[Sized], plan: Plan, *, accumulates: bool) -> Memory:
+    """With what is not there early and late in backward."""
+    root, *inner = units
+    early = 0
+    if not accumulates:
+        sums = [unit.sums_bytes() for unit in units if unit.rests("grads", "device")]
+        early = sum(sums) - max(sums, default=0)
+    if inner:
+        # The root's gradients come first (a head's) and last (an embedding's); they leave last.
+        early += root.full_bytes("reduce") + root.full_bytes("compute") // 2
+        early += 0 if root.rests("grads", "device") else root.sums_bytes()
+    ahead = _gathered_inner(inner, plan.prefetch) - _gathered_inner(inner, 0)
+    return replace(found, absent_early=early, absent_late=found.kept + ahead)
 
 
 def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
     """Bytes kept between forward and backward, by unit."""
     root, *inner = _placed(plan, model, topology)
     return {root.unit.name: 0, **{placed.unit.name: _kept(placed) for placed in inner}}
+
+
+def sums_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
+    """Bytes of summed gradients on the device, by unit."""
+    return {
+        placed.unit.name: placed.sums_bytes() if placed.rests("grads", "device") else 0
+        for placed in _placed(plan, model, topology)
+    }
 
 
 def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[Sized]:
@@ -148,13 +195,18 @@ def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[Sized]:
 def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
     """Memory including activations, on the tier of the setting, and their gradients."""
     held = saved.held(setting)
+    unit = min(held, saved.largest_unit)
+    temporary = saved.largest_unit // TEMPORARIES if needed.accelerated else held // 4
     away = {tier: saved.movable if tier == setting else 0 for tier in ("cpu", "nvme")}
     return replace(
         needed,
         activations=held,
+        absent_early=needed.absent_early + (unit if needed.accelerated else 0),
+        absent_late=needed.absent_late
+        + (max(0, held - saved.root - unit) if needed.accelerated else 0),
         cpu=needed.cpu + away["cpu"],
         nvme=needed.nvme + away["nvme"],
-        allowance=needed.allowance + held // 4,
+        allowance=needed.allowance + temporary,
     )
 
 
@@ -182,77 +234,17 @@ def _gathered_inner(inner: list[Sized], prefetch: int) -> int:
     return pooled(sizes, prefetch + 1)
 
 
-def _staging(units: list[Sized], plan: Plan, optim_words: int) -> int:
-    fetched = [
-        unit.compute_bytes(unit.rungs.params)
-        for unit in units[1:]
-        if unit.rests("params", "nvme") and unit.rungs.params > 0
-    ]
-    summed = [_grads(unit, False) for unit in units if unit.rests("grads", "nvme")]
-    if units[0].rungs.bottom == 0:  # one rank: summed in pieces no larger than windows
-        summed = []
-    largest = max(summed, default=0)
-    windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
-    if not (fetched or largest or windows):
-        return 0
-    writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
-    made = max(_made_states(unit, plan.tiers.window_numel, optim_words) for unit in units)
-    moving = pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
-    return moving + DISK_SCRATCH_BYTES
-
-
-def _made_states(placed: Sized, window_numel: int, optim_words: int) -> int:
-    """States that the optimizer creates in the first step of a window, before they are moved."""
-    if not placed.rests("optim", "nvme"):
-        return 0
-    numels = (placed.part_numel(f, placed.rungs.optim) for f in trained_flats(placed.unit))
-    return max((min(window_numel, n) for n in numels), default=0) * optim_words * 4
-
-
-def _window(placed: Sized, window_numel: int, optim_words: int) -> int:
-    """Buffers of one window for all states that rest on the disk."""
-    largest = 0
-    for flat in trained_flats(placed.unit):
-        numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
-        word, copy = placed.dtype_bytes("master", flat), placed.dtype_bytes("compute", flat)
-        separate = has_master(placed.plan, placed.rungs, flat.dtype)
-        each = (optim_words + separate) * word if placed.rests("optim", "nvme") else 0
-        each += word if placed.rests("grads", "nvme") else 0
-        each += copy if placed.rests("params", "nvme") else 0
-        largest = max(largest, numel * each)
-    return largest
-
-
-def pooled(sizes: list[int], at_once: int) -> int:
-    """Bytes of a pool that lends at most ``at_once`` buffers of each size."""
-    return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
-
-
 def _grads(placed: Sized, accumulates: bool) -> int:
-    rungs = placed.rungs
-    rests = [rungs.optim]
-    if accumulates and rungs.grads != rungs.optim:
-        rests.append(rungs.grads)
-    return sum(
-        placed.part_numel(flat, rung) * placed.dtype_bytes("master", flat)
-        for flat in trained_flats(placed.unit)
-        for rung in rests
-    )
+    return placed.sums_bytes() + (placed.held_bytes() if accumulates else 0)
 
 
-def _grad_buffers(units: list[Sized]) -> int:
-    root, *inner = (
-        sum(flat.numel * unit.dtype_bytes("reduce", flat) for flat in trained_flats(unit.unit))
-        for unit in units
-    )
-    return root + pooled(inner, 2)
+def _grad_buffers(units: list[Sized], at_once: int) -> int:
+    root, *inner = (unit.full_bytes("reduce") for unit in units)
+    return root + pooled(inner, at_once)
 
 
 def _largest_gradient(units: list[Sized]) -> int:
-    return max(
-        sum(flat.numel * unit.dtype_bytes("compute", flat) for flat in trained_flats(unit.unit))
-        for unit in units
-    )
+    return max(unit.full_bytes("compute") for unit in units)
 
 
 def _optim(placed: Sized, optim_words: int) -> int:

@@ -40,10 +40,24 @@ class Sized:
         }
         return choose[use](flat.dtype)
 
+    @property
+    def sums_in_pieces(self) -> bool:
+        """Whether gradients go to a disk in pieces no larger than windows, as without hops."""
+        return self.rests("grads", "nvme") and self.rungs.bottom == 0
+
     def sums_bytes(self) -> int:
         """This rank's shard of summed gradients."""
         return sum(
             self.part_numel(flat, self.rungs.optim) * self.dtype_bytes("master", flat)
+            for flat in trained_flats(self.unit)
+        )
+
+    def held_bytes(self) -> int:
+        """What it accumulates under no_sync, unless that is the sums."""
+        if self.rungs.grads == self.rungs.optim:
+            return 0
+        return sum(
+            self.part_numel(flat, self.rungs.grads) * self.dtype_bytes("master", flat)
             for flat in trained_flats(self.unit)
         )
 

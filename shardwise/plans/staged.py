@@ -18,15 +18,40 @@ def pooled(sizes: list[int], at_once: int) -> int:
     return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
 
 
+def on_device_bytes(units: list[Sized], *, accumulates: bool) -> int:
+    """Of an accelerator: shards that rest elsewhere, while hops work on them. One of each size."""
+    sizes = set()
+    for unit in units:
+        if not unit.rests("grads", "device") and not unit.sums_in_pieces:
+            sizes |= {unit.sums_bytes(), unit.held_bytes() if accumulates else 0}
+        if not unit.rests("params", "device") and unit.rungs.params != unit.rungs.optim:
+            sizes.add(unit.compute_bytes(unit.rungs.params))
+    return sum(sizes)
+
+
+def beside_device_bytes(units: list[Sized], plan: Plan) -> int:
+    """Of its host: windows of gradients that come for the update, and of parameters that leave."""
+    found = [0]
+    for unit in units:
+        if unit.rests("optim", "device"):
+            continue
+        for flat in trained_flats(unit.unit):
+            numel = min(plan.tiers.window_numel, unit.part_numel(flat, unit.rungs.optim))
+            word, copy = unit.dtype_bytes("master", flat), unit.dtype_bytes("compute", flat)
+            comes = 2 * numel * word if unit.rests("grads", "device") else 0
+            found.append(comes + (2 * numel * copy if unit.rests("params", "device") else 0))
+    return max(found)
+
+
 def staging_bytes(units: list[Sized], plan: Plan, optim_words: int) -> int:
+    """Of the host: what moves between memory and a disk."""
     fetched = [
         unit.compute_bytes(unit.rungs.params)
         for unit in units[1:]
         if unit.rests("params", "nvme") and unit.rungs.params > 0
     ]
-    summed = [unit.sums_bytes() for unit in units if unit.rests("grads", "nvme")]
-    if units[0].rungs.bottom == 0:  # one rank: summed in pieces no larger than windows
-        summed = []
+    away = [unit for unit in units if unit.rests("grads", "nvme")]
+    summed = [unit.sums_bytes() for unit in away if not unit.sums_in_pieces]
     largest = max(summed, default=0)
     windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
     if not (fetched or largest or windows):

@@ -149,7 +149,6 @@ def test_chunks_of_reductions_on_accelerators(grads: str, bytes_by_use: dict[str
     assert found.wires == sum(numel // 2 * each for each in bytes_by_use.values())
     on_cpu = memory(plan, model, GRID).wires  # chunks stay small there
     assert on_cpu < 100 << 20
-    assert found.total - found.wires == memory(plan, model, GRID).total - on_cpu
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
