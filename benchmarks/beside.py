@@ -2,6 +2,7 @@
 
     git worktree add /tmp/before COMMIT
     python benchmarks/beside.py /tmp/before
+    python benchmarks/beside.py /tmp/before --ranks 4 --dtype bfloat16 --contenders zero3,hsdp,amsp
 
 Each turn trains the same contenders for a few steps with one of the checkouts, in fresh processes.
 A contender's step is divided by that of a peer (torch FSDP2, DDP) in the same turn, so that a
@@ -18,7 +19,14 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-PEERS = {"zero3": "torch-fsdp2", "zero1": "torch-ddp", "zero2": "torch-ddp", "ddp": "torch-ddp"}
+PEERS = {
+    "zero3": "torch-fsdp2",
+    "zero1": "torch-ddp",
+    "zero2": "torch-ddp",
+    "ddp": "torch-ddp",
+    "hsdp": "torch-hsdp",
+    "amsp": "torch-hsdp",
+}
 
 
 def main() -> None:
@@ -29,9 +37,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", default="zero3,zero1,zero2,ddp")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     names = args.contenders.split(",")
+    common = ["--ranks", str(args.ranks), "--dtype", args.dtype, "--rounds", str(args.rounds)]
     checkouts = {"before": args.before.resolve(), "now": HERE}
     ratios: dict[str, dict[str, list[float]]] = {
         name: {which: [] for which in checkouts} for name in names
@@ -39,7 +50,7 @@ def main() -> None:
     memory: dict[str, dict[str, float]] = {name: {} for name in names}
     for turn in range(args.turns):
         for which, checkout in checkouts.items():
-            found = run(checkout, names, args.rounds, with_memory=turn == 0)
+            found = run(checkout, names, common, with_memory=turn == 0)
             for name in names:
                 seconds = found["seconds_per_step"]
                 ratio = statistics.median(seconds[name]) / statistics.median(seconds[PEERS[name]])
@@ -52,14 +63,14 @@ def main() -> None:
         args.json.write_text(json.dumps({"ratios": ratios, "peak_mb": memory}, indent=1))
 
 
-def run(checkout: Path, names: list[str], rounds: int, *, with_memory: bool) -> dict:
+def run(checkout: Path, names: list[str], common: list[str], *, with_memory: bool) -> dict:
     """One turn of a checkout's own ``benchmarks/step.py``."""
     peers = sorted({PEERS[name] for name in names})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "step.json"
         command = [
             sys.executable, str(checkout / "benchmarks" / "step.py"), "--json", str(out),
-            "--contenders", ",".join([*peers, *names]), "--rounds", str(rounds),
+            "--contenders", ",".join([*peers, *names]), *common,
         ]  # fmt: skip
         if not with_memory:
             command.append("--no-memory")

@@ -230,7 +230,8 @@ class Executor:
             if outer is not None:
                 later.extend(flat.grads.closing for flat in flats)
 
-        return Chained(self._submit(self._grid.reduces, unit, op, work), later)
+        submitted = self._submit(self._grid.reduces, unit, op, work)
+        return submitted if outer is None else Chained(submitted, later)
 
     def _replicate(self, unit: Unit, op: Op) -> Ticket:
         carrier = self._carriers.reduces
@@ -262,7 +263,7 @@ class Executor:
         done = self._doing
         assert done is not None
         issued = [unit.issued[kind] for kind in op.after if kind in unit.issued]
-        others = [ticket for before, ticket in issued if before is not lane]
+        others = [ticket for at, ticket in issued if at is not lane and ticket is not DONE]
         done.lane = lane
 
         def timed(early: Early) -> None:

@@ -33,6 +33,8 @@ class LocalGrad:
     def __init__(self, flat: "Flat", pool: Pool) -> None:
         self._flat, self._pool = flat, pool
         self.full: torch.Tensor | None = None
+        self.has_begun = False
+        """Whether a gradient of this backward has arrived."""
         self._storage: torch.UntypedStorage | None = None
         self._copies_together = has_streams(flat.device)
         self._arrived: list[tuple[slice, torch.Tensor]] = []
@@ -48,11 +50,6 @@ class LocalGrad:
             self.full = tensor_on(self._storage, numel, dtype)
         return self.full
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a gradient of this backward has arrived."""
-        return self.full is not None or bool(self._arrived)
-
     def arrive(self, slot: "ParamSlot", grad: torch.Tensor, *, adds: bool) -> None:
         """Takes a parameter's gradient: copies it to its place, or adds it to one that is there.
 
@@ -60,11 +57,14 @@ class LocalGrad:
         copies them all, and compute waits for the last reduction, which still reads the buffer,
         only when this unit's backward is over.
         """
-        if self._copies_together and not adds:
-            self._arrived.append((slot.place, grad.reshape(-1)))
-            return
-        self._copy_arrived()
-        place = self._buffer()[slot.place].view(slot.spec.param.shape)
+        self.has_begun = True
+        if self._copies_together:
+            if not adds:
+                self._arrived.append((slot.place, grad.reshape(-1)))
+                return
+            self._copy_arrived()
+        full = self.full if self.full is not None else self._buffer()
+        place = full[slot.place].view(slot.spec.param.shape)
         place.add_(grad) if adds else place.copy_(grad)
 
     def _copy_arrived(self) -> None:
@@ -85,13 +85,15 @@ class LocalGrad:
         if not self._copies_together:
             for place in zero:
                 full[place].zero_()
-        elif zero:
-            zeros = self._zeros_for(zero)
-            self._arrived += [(place, zeros[: place.stop - place.start]) for place in zero]
-        self._copy_arrived()
+        else:
+            if zero:
+                zeros = self._zeros_for(zero)
+                self._arrived += [(place, zeros[: place.stop - place.start]) for place in zero]
+            self._copy_arrived()
         storage = self._storage
         assert storage is not None
         self.full = self._storage = None
+        self.has_begun = False
         return FullGrad(full, storage, self._pool)
 
     def _zeros_for(self, places: list[slice]) -> torch.Tensor:

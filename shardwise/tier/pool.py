@@ -39,6 +39,7 @@ class Pool:
         beside: torch.device | None = None,
     ) -> None:
         self._device, self.beside = device, beside or device
+        self._is_hosts, self._has_streams = not separate_memory(device), has_streams(self.beside)
         self._budget = budget if budget is not None else Budget("device")
         self._lock = threading.Lock()
         self._idle: dict[int, list[_Idle]] = defaultdict(list)
@@ -50,10 +51,11 @@ class Pool:
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """Memory with arbitrary contents, for what the caller enqueues next, or for its host."""
         storage, used = self.take_early(nbytes)
-        if separate_memory(self._device):
-            streams.order_after(used)
-        else:
-            streams.block_host_until(used)  # the next user may be a thread or a disk
+        if used is not None:
+            if self._is_hosts:
+                streams.block_host_until(used)  # the next user may be a thread or a disk
+            else:
+                streams.order_after(used)
         return storage
 
     def take_early(self, nbytes: int) -> tuple[torch.UntypedStorage, streams.Mark]:
@@ -79,7 +81,9 @@ class Pool:
                 self.held_bytes -= self._size(storage.nbytes())
             self._budget.release(self._size(storage.nbytes()))
             return
-        used = last_use or streams.mark(self.beside)
+        used = last_use
+        if used is None and self._has_streams:
+            used = streams.mark(self.beside)
         with self._lock:
             self._idle[storage.nbytes()].append((storage, used))
 
@@ -104,7 +108,7 @@ class Pool:
 
     def _size(self, nbytes: int) -> int:
         """What a buffer takes of the budget."""
-        return nbytes if separate_memory(self._device) else memory.pinned_bytes(nbytes, self.beside)
+        return memory.pinned_bytes(nbytes, self.beside) if self._is_hosts else nbytes
 
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         if self._home is None:
