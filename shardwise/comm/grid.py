@@ -21,6 +21,11 @@ from shardwise.device.choice import collective_backend, process_group_options
 DEFAULT_LIMIT_S = 600.0
 """How long a rank waits for another before it raises an error."""
 
+_COLLECTIVES_WAIT = 2
+"""Collectives of a device may take so many times longer. A late rank is noticed by the control group
+first, whose error names it. The device's own backend can then only end the process (NCCL's watchdog
+does), because what is enqueued on a stream cannot raise."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -149,7 +154,8 @@ class Grid:
         return mine
 
     def _group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        members, limit = list(ranks), timedelta(seconds=self.limit_s)
+        longer = _COLLECTIVES_WAIT if separate_memory(self.device) else 1
+        members, limit = list(ranks), timedelta(seconds=self.limit_s * longer)
         backend = collective_backend(self.device)
         group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=limit)
         if self.place.rank in members:
