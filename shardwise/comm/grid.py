@@ -22,9 +22,9 @@ DEFAULT_LIMIT_S = 600.0
 """How long a rank waits for another before it raises an error."""
 
 _COLLECTIVES_WAIT = 2
-"""Collectives of a device may take so many times longer. A late rank is noticed by the control group
-first, whose error names it. The device's own backend can then only end the process (NCCL's watchdog
-does), because what is enqueued on a stream cannot raise."""
+"""Collectives of a device may take so many times longer. The control group notices a late rank
+first, and its error names the rank. The device's backend can then only end the process (NCCL's
+watchdog does), because what is enqueued on a stream cannot raise."""
 
 
 @dataclass(frozen=True)
