@@ -16,7 +16,7 @@ from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.topology import Level, Step, Topology
 from shardwise.device import streams
 from shardwise.device.abilities import separate_memory
-from shardwise.device.choice import collective_backend, process_group_options
+from shardwise.device.choice import collective_backend, host_backend, process_group_options
 
 DEFAULT_LIMIT_S = 600.0
 """How long a rank waits for another before it raises an error."""
@@ -154,9 +154,9 @@ class Grid:
         return mine
 
     def _group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        longer = _COLLECTIVES_WAIT if separate_memory(self.device) else 1
-        members, limit = list(ranks), timedelta(seconds=self.limit_s * longer)
-        backend = collective_backend(self.device)
+        members, limit, backend = list(ranks), timedelta(seconds=self.limit_s), host_backend()
+        if separate_memory(self.device):
+            limit, backend = limit * _COLLECTIVES_WAIT, collective_backend(self.device)
         group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=limit)
         if self.place.rank in members:
             self._groups.append(group)

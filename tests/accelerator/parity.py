@@ -7,6 +7,7 @@ that are rounded, summed and updated in float32.
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -255,6 +256,7 @@ def on_device(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 def sharded(way: Way, folder: str) -> tuple[nn.Module, list[Optimizer]]:
     """The model and its optimizers under a plan."""
+    gc.collect()  # the lanes of a model that is not used any more wait for their streams
     levels, _ = PLANS[way.plan]
     with sw.deferred_init() if way.deferred else contextlib.nullcontext():
         model = build(way)

@@ -32,7 +32,7 @@ from tests.accelerator import parity
 from tests.accelerator.accelerators import chosen, prepare
 from tests.accelerator.parity import Way
 from tests.harness import Workers
-from tests.models import TinyGPT, adamw, batch, make
+from tests.models import TinyGPT, adamw, batch, make, mine
 
 PAGE = memory.PAGE_BYTES
 LIMIT_S = 10.0
@@ -137,6 +137,27 @@ def _device_of_rank() -> tuple[int, int, int]:
 def test_6_each_rank_uses_its_own_device(sim_two) -> None:
     for rank, found in enumerate(sim_two.run(_device_of_rank)):
         assert found == (rank, rank, rank)
+
+
+def _on_the_cpu() -> tuple[set[str], float]:
+    """A model that is told to stay on the CPU, in processes whose default group has devices."""
+    model = make(TinyGPT)
+    optimizer = adamw(model)
+    sw.shard(model, optimizer, "zero3", device="cpu")
+    loss = parity.loss_of(model, *mine(*batch(0)))
+    loss.backward()
+    optimizer.step()
+    devices = {p.device.type for p in model.parameters()}
+    sw.unshard(model)
+    dist.all_reduce(loss.detach_())
+    return devices, loss.item() / dist.get_world_size()
+
+
+def test_6_the_cpu_can_be_chosen_beside_accelerators(sim_two) -> None:
+    plain = parity.loss_of(make(TinyGPT), *batch(0)).item()
+    for devices, loss in sim_two.run(_on_the_cpu):
+        assert devices == {"cpu"}
+        assert loss == pytest.approx(plain, rel=1e-12)
 
 
 def _loaded_after_a_forward(tiers: str, folder: str) -> tuple[float, list[str] | None]:

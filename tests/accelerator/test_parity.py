@@ -6,7 +6,7 @@ together in at least one way to train; all combinations would be millions.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, cycle
 from random import Random
 from typing import Any
 
@@ -16,8 +16,17 @@ from tests.accelerator import parity
 from tests.accelerator.parity import PLANS, TIERS, Way
 from tests.harness import Workers
 
+KINDS: dict[str, tuple[str, ...]] = {
+    "alone": ("alone",),
+    "parts": ("zero3", "fsdp keep=full"),
+    "until step": ("keep=full until step",),
+    "whole": ("ddp", "zero1", "zero2"),
+    "two levels": ("zero3 keep=node", "keep=node until step"),
+    "partly": ("amsp", "hsdp"),
+}
+"""Plans that differ little where a tier or the kind of activations matters; they take turns."""
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "plan": tuple(PLANS),
+    "kind": tuple(KINDS),
     "tiers": tuple(TIERS),
     "activations": ("keep", "recompute", "cpu", "nvme"),
     "dtype": ("float64", "float32", "mixed"),
@@ -31,8 +40,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen": (False, True),
     "delay": ("none", "main", "side", "random"),
 }
-PARAMETERS_WHOLE = ("ddp", "zero1", "zero2")
-"""Plans under which every rank has all parameters."""
 LOSSES = {"float64": 1e-9, "float32": 1e-5, "mixed": 2e-3}
 NORMS = {**LOSSES, "mixed": 1e-2}
 """How far losses and norms may be from the plain process's, relative. In float32 sums have another
@@ -52,7 +59,7 @@ def possible(way: Mapping[str, Any]) -> bool:
         streams = "tiers" not in way or any(t != "device" for t in TIERS[way["tiers"]][1:])
         if not streams or chosen("clip", True) or chosen("rounds", "reduced"):
             return False  # nothing to stream, or the step's gradients come later
-    if chosen("tiled", True) and chosen("plan", *PARAMETERS_WHOLE):
+    if chosen("tiled", True) and chosen("kind", "whole"):
         return False  # layers that every rank has whole are not cut
     # The model's own checkpoints keep inputs where they are, which the runtime warns of.
     return not chosen("checkpoint", "reentrant", "plain") or not chosen(
@@ -90,7 +97,20 @@ def _pairs(way: Mapping[str, Any]) -> Iterator[frozenset[tuple[str, Any]]]:
     return (frozenset(pair) for pair in combinations(way.items(), 2))
 
 
-WAYS = [Way(**choices) for choices in covering(CHOICES)]
+def ways() -> Iterator[Way]:
+    turns = {kind: cycle(plans) for kind, plans in KINDS.items()}
+    for choices in covering(CHOICES):
+        yield Way(plan=next(turns[choices.pop("kind")]), **choices)
+
+
+WAYS = list(ways())
+
+
+def test_every_plan_and_every_tier_is_among_the_ways() -> None:
+    assert {way.plan for way in WAYS} == set(PLANS)
+    alone = {way.tiers for way in WAYS if way.plan == "alone"}
+    assert alone == set(TIERS)  # a single rank reads from a disk in a way of its own
+    assert {way.tiers for way in WAYS if way.dtype == "float32"} == set(TIERS)
 
 
 @pytest.fixture
