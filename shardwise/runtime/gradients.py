@@ -1,7 +1,6 @@
 """The gradient memory of one flat: shards of sums. ``local_grad.py`` has what arrives."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ from shardwise.plans.ops import Hop
 from shardwise.plans.plan import Plan
 from shardwise.runtime.local_grad import LocalGrad
 from shardwise.tier.pool import Pool, zeros
-from shardwise.tier.rest import Loan, Rest, Stored
+from shardwise.tier.rest import Rest, Stored
 from shardwise.tier.staging import Brought
 
 if TYPE_CHECKING:
@@ -214,9 +213,7 @@ class GradMemory:
 
     def _sum_in_pieces(self, grad: torch.Tensor, *, scale: float, adds: bool) -> None:
         flat, sums = self._flat, self.make_sums()
-        ahead = separate_memory(flat.device)
-        for place, loan in _windows(sums, flat.window_numel, reads=adds, ahead=ahead):
-            opened = flat.staging.bring(loan, reads=adds)
+        for place, opened in flat.staging.windows(sums, flat.window_numel, reads=adds):
             if adds and self.factor != 1.0:
                 opened.tensor.mul_(self.factor)
             accumulate(grad[place.relative_to(0)], opened.tensor, scale=scale, add=adds)
@@ -252,14 +249,3 @@ class GradMemory:
             numel = (hop.size - 1) * flat.granule
             self.lost = zeros(numel, torch.float32, flat.device).view(-1, flat.granule)
         return self.lost
-
-
-def _windows(rest: Rest, size: int, *, reads: bool, ahead: bool) -> Iterator[tuple[Interval, Loan]]:
-    """A whole shard in windows; with ``ahead`` each is read while the one before it is used."""
-    coming: deque[tuple[Interval, Loan]] = deque()
-    for start in range(0, rest.numel, size):
-        place = Interval(start, min(start + size, rest.numel))
-        coming.append((place, rest.lend(place.start, place.stop, reads=reads)))
-        if len(coming) > (reads and ahead):
-            yield coming.popleft()
-    yield from coming

@@ -9,7 +9,6 @@ from shardwise.comm.carry import Carrier, Leg, finish
 from shardwise.core.layout import Slot
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.device.abilities import separate_memory
-from shardwise.device.streams import Copies, Mark, block_host_until, order_after
 from shardwise.plans.ops import Place
 from shardwise.plans.plan import Plan
 from shardwise.tier.memory import SwappedBuffer
@@ -55,7 +54,7 @@ class ParamMemory:
             return DONE
         if isinstance(self.shard, Stored) and not separate_memory(self._flat.device):
             return self.shard.read_into(self.full.tensor)
-        return _Arriving(self.shard, self.full.tensor, self._flat.staging.copies)
+        return self._flat.staging.bring_into(self.full.tensor, self.shard)
 
     def gather(self, source: Place | None, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Fills the full buffer from the shard or the kept rung; the top rung is filled last."""
@@ -110,33 +109,3 @@ class ParamMemory:
                 carrier.climb(flat, work, origin, legs)
             if not self.shard.is_resident:
                 finish(legs)  # others still read this memory, which is freed next
-
-
-class _Arriving:
-    """All of P on its way from a tier to the full buffer of a device, beside compute.
-
-    From a disk it is only read until somebody needs it: to enqueue the copy earlier, the host would
-    have to wait for the disk.
-    """
-
-    def __init__(self, shard: Rest, full: torch.Tensor, copies: Copies) -> None:
-        self._shard, self._full, self._copies = shard, full, copies
-        self._over: Mark = None
-        self._begun = False
-        shard.prefetch()
-        if shard.is_resident:
-            self._copy()
-
-    def order_stream(self) -> None:
-        self._copy()
-        order_after(self._over)
-
-    def block_host(self) -> None:
-        self._copy()
-        block_host_until(self._over)
-
-    def _copy(self) -> None:
-        if not self._begun:
-            self._begun, loan = True, self._shard.whole()
-            self._over = self._copies.copy(loan.for_stream(), self._full)
-            loan.give_back(changed=False, last_use=self._over)
