@@ -118,7 +118,7 @@ class Way:
             **rests,
             activations=self.activations,
             precision=MIXED if self.dtype == "mixed" else plan.precision,
-            tiling=Tiling(numel=500) if self.tiled else plan.tiling,
+            tiling=Tiling(numel=700) if self.tiled else plan.tiling,
             # Windows cut every flat of the model.
             tiers=Tiers(path=folder, window_numel=4096, update=self.update),
             min_unit_numel=1000,

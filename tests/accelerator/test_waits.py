@@ -10,13 +10,16 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 import shardwise as sw
 from shardwise.plans.order import Issuer
+from shardwise.runtime.optimizer import windows
 from shardwise.tier.aio import Move
+from shardwise.tier.staging import Staging
 from tests.accelerator import parity
 from tests.accelerator.accelerators import Seen, chosen
 from tests.accelerator.parity import Way
@@ -104,10 +107,15 @@ def waits(way: Way, folder: str) -> Waits:
     return Waits(passes, update, disk.found)
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(
-    ("plan", "rounds"), [("zero3", "one"), ("ddp", "no_sync"), ("zero1", "one")]
+    ("plan", "rounds", "activations", "clip"),
+    [
+        ("zero3", "one", "keep", False),
+        ("zero3", "one", "recompute", True),
+        ("ddp", "no_sync", "keep", True),
+        ("ddp", "no_sync", "recompute", False),
+        ("zero1", "reduced", "keep", True),
+    ],
 )
 def test_without_tiers_it_waits_once_if_it_clips_and_else_never(
     sim_two, tmp_path: Path, plan: str, rounds: str, activations: str, clip: bool
@@ -163,3 +171,38 @@ def test_a_disk_is_asked_before_it_is_waited_for(sim_two, tmp_path: Path, way: W
         assert all(what[0] == "read" for what in found.disk)
         assert {asker for _, asker, _ in at_once} <= {GATHERS}
         assert at_once.total() <= FIRST_READS * way.micro_batches
+
+
+def updates(folder: str) -> list[str]:
+    """The order in which a host update asks for gradients and updates windows."""
+    seen: list[str] = []
+    fetch, step_on = Staging.fetch, windows.step_on
+
+    def fetched(*args: Any) -> Any:
+        seen.append("fetch")
+        return fetch(*args)
+
+    def updated(*args: Any) -> None:
+        seen.append("update")
+        step_on(*args)
+
+    way = Way(tiers="OS cpu")
+    model, made = parity.sharded(way, folder)
+    training = parity.Training(model, made, way)
+    with (
+        mock.patch.object(Staging, "fetch", fetched),
+        mock.patch.object(windows, "step_on", updated),
+    ):
+        training.step(0)
+    sw.unshard(model)
+    return seen
+
+
+def test_gradients_come_to_the_host_while_the_window_before_is_updated(
+    sim_two, tmp_path: Path
+) -> None:
+    for seen in sim_two.run(updates, str(tmp_path)):
+        count = seen.count("update")
+        assert count == seen.count("fetch") >= 4
+        middle = ["update", "fetch"] * (count - 2)
+        assert seen == ["fetch", "fetch", *middle, "update", "update"]
