@@ -5,6 +5,7 @@
 
 import io
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from shardwise.comm.lane import make_lane
 from shardwise.core.errors import SyncError
 from shardwise.device import memory
 from shardwise.device.abilities import HOST
-from shardwise.device.choice import local_device, process_group_options
+from shardwise.device.choice import collective_backend, local_device, process_group_options
 from shardwise.device.host import host_update_threads
 from shardwise.device.streams import Copies, mark, on_stream, side_stream
 from shardwise.runtime.optimizer import windows
@@ -280,10 +281,15 @@ def _left_alone() -> str:
     optimizer = adamw(model)
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         sw.shard(model, optimizer, "zero3", timeout_s=LIMIT_S)
-    limits = [call.kwargs["timeout"].total_seconds() for call in made.call_args_list]
-    # A backend that ends the process must not be faster than the error.
-    assert limits[0] == LIMIT_S
-    assert min(limits[1:]) >= 2 * LIMIT_S
+    backend = collective_backend(chosen().device)
+    limits = [
+        call.kwargs["timeout"].total_seconds()
+        for call in made.call_args_list
+        if call.kwargs["backend"] == backend
+    ]
+    assert (
+        min(limits) > LIMIT_S
+    )  # a backend that ends the process must not be faster than the error
     for step in range(2):
         parity.loss_of(model, *parity.on_device(batch(step))).backward()
         optimizer.step()
@@ -303,7 +309,7 @@ def test_17_a_rank_that_is_left_alone_raises_an_error_that_names_the_others() ->
     pool = Workers(2, prepare)  # of its own: what is enqueued on its streams never ends
     try:
         said, _ = pool.run(_left_alone, limit_s=90)
-        assert "rank(s) 1 did not arrive" in said
+        assert re.search(r"\brank(\(s\))? 1\b", said), said
     finally:
         pool.stop()
 
