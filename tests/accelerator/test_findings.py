@@ -7,6 +7,7 @@ import io
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,8 @@ from shardwise.device.abilities import HOST
 from shardwise.device.choice import collective_backend, local_device, process_group_options
 from shardwise.device.host import host_update_threads
 from shardwise.device.streams import Copies, mark, on_stream, side_stream
+from shardwise.plans.plan import Tiers
+from shardwise.runtime.activations import offload
 from shardwise.runtime.optimizer import windows
 from shardwise.tier.budget import Budget, BudgetError
 from shardwise.tier.memory import tensor_on
@@ -231,6 +234,18 @@ def _pinned() -> None:
 
 def test_14_pinned_memory_is_as_large_as_asked_or_counted_as_it_is(simulation, sim_one) -> None:
     sim_one.run(_pinned)
+
+
+def _activations_over_budget() -> None:
+    plan = replace(Way(activations="cpu").full_plan(""), tiers=Tiers(cpu_bytes=PAGE))
+    model = sw.shard(parity.build(Way()), None, plan)
+    with mock.patch.object(offload, "SMALL_BYTES", 1), pytest.raises(BudgetError):
+        parity.loss_of(model, *parity.on_device(batch(0)))
+    sw.unshard(model)
+
+
+def test_14_activations_in_host_memory_count_against_its_budget(sim_one) -> None:
+    sim_one.run(_activations_over_budget)
 
 
 def _start_values() -> tuple[int, int, float]:

@@ -127,4 +127,5 @@ def test_training_is_that_of_one_plain_process(ranks: Workers, tmp_path, way: Wa
         if way.dtype == "float64":
             assert outcome.parameter_difference <= PARAMETERS
         assert outcome.extra_gathers == 0
+        assert (outcome.offloaded_bytes > 0) == (way.activations in ("cpu", "nvme"))
         assert not outcome.seen.races
