@@ -136,6 +136,8 @@ def test_without_tiers_it_waits_once_if_it_clips_and_else_never(
         Way(tiers="OS cpu", rounds="reduced"),
         Way("ddp", tiers="all cpu", rounds="no_sync"),
         Way(tiers="all cpu", dtype="mixed", activations="cpu", tiled=True),
+        Way(activations="cpu", rounds="reduced"),
+        Way(activations="nvme"),
     ],
     ids=str,
 )
