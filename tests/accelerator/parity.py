@@ -260,7 +260,7 @@ def on_device(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 def sharded(way: Way, folder: str) -> tuple[nn.Module, list[Optimizer]]:
     """The model and its optimizers under a plan."""
-    offload.SMALL_BYTES = 1 << 10  # inputs of this model's units are large enough to leave memory
+    offload.SMALL_BYTES = 1 << 8  # inputs of this model's units are large enough to leave memory
     gc.collect()  # the lanes of a model that is not used any more wait for their streams
     levels, _ = PLANS[way.plan]
     with sw.deferred_init() if way.deferred else contextlib.nullcontext():
