@@ -153,11 +153,9 @@ def _install(runtime: Runtime, optimizer: Optimizer | None, elementwise: bool) -
     """Puts the runtime between the model, autograd and the optimizer."""
     hooks.install(runtime)
     tiles.install(runtime)
-    disk = runtime.homes.disk
-    if disk is None:
-        recompute.install(runtime, None)
-    else:
-        recompute.install(runtime, disk.store, disk.pool)
+    homes = runtime.homes
+    # Buffers of inputs are of the same pool as those of states, so that one budget holds for both.
+    recompute.install(runtime, None if homes.disk is None else homes.disk.store, homes.host)
     if optimizer is not None:
         try:
             OptimizerTakeover(runtime, optimizer)

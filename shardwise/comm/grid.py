@@ -16,10 +16,15 @@ from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.topology import Level, Step, Topology
 from shardwise.device import streams
 from shardwise.device.abilities import separate_memory
-from shardwise.device.choice import collective_backend, process_group_options
+from shardwise.device.choice import collective_backend, host_backend, process_group_options
 
 DEFAULT_LIMIT_S = 600.0
 """How long a rank waits for another before it raises an error."""
+
+_COLLECTIVES_WAIT = 2
+"""Collectives of a device may take so many times longer. The control group notices a late rank
+first, and its error names the rank. The device's backend can then only end the process (NCCL's
+watchdog does), because what is enqueued on a stream cannot raise."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,9 @@ class Grid:
         return mine
 
     def _group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        members, limit = list(ranks), timedelta(seconds=self.limit_s)
-        backend = collective_backend(self.device)
+        members, limit, backend = list(ranks), timedelta(seconds=self.limit_s), host_backend()
+        if separate_memory(self.device):
+            limit, backend = limit * _COLLECTIVES_WAIT, collective_backend(self.device)
         group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=limit)
         if self.place.rank in members:
             self._groups.append(group)

@@ -92,10 +92,11 @@ class Copies:
         self._device = device
         self._stream = side_stream(device) if has_streams(device) else None
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Mark:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Mark = None) -> Mark:
         """Copies what the current stream has made of ``source``; ``target`` has it after the mark.
 
-        Neither may be freed or change before that; a pool takes the mark as ``last_use``.
+        Neither may be freed or change before that; a pool takes the mark as ``last_use``. Until
+        ``after`` other work may use ``target``.
         """
         if self._stream is None:
             target.copy_(source)
@@ -103,6 +104,7 @@ class Copies:
         begun = mark(self._device)
         with on_stream(self._stream):
             order_after(begun)
+            order_after(after)
             target.copy_(source, non_blocking=True)
             return mark(self._device)
 

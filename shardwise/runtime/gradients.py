@@ -14,7 +14,7 @@ from shardwise.plans.ops import Hop
 from shardwise.plans.plan import Plan
 from shardwise.runtime.local_grad import LocalGrad
 from shardwise.tier.pool import Pool, zeros
-from shardwise.tier.rest import Rest
+from shardwise.tier.rest import Rest, Stored
 from shardwise.tier.staging import Brought
 
 if TYPE_CHECKING:
@@ -127,6 +127,21 @@ class GradMemory:
 
     # --- sums ---------------------------------------------------------------------------------
 
+    def expect(self, *, synchronises: bool) -> None:
+        """The first gradient of a backward arrives: starts to read what the reduction will add to.
+
+        Only beside a device: there the program itself enqueues reductions, and would wait for the
+        disk before it can enqueue more compute. On CPU their lane waits.
+        """
+        if not separate_memory(self._flat.device) or self._in_pieces:
+            return
+        rungs = self._flat.rungs
+        if self.holds and isinstance(self.held, Stored):
+            self.held.expect()
+        sums = synchronises or rungs.grads == rungs.bottom
+        if sums and self.has_sums and isinstance(self.summed, Stored):
+            self.summed.expect()
+
     def _make(self, what: str, numel: int) -> Rest:
         dtype = self._flat.dtypes.master
         if self._frees:
@@ -136,6 +151,9 @@ class GradMemory:
     def forget(self) -> None:
         """All gradients were dropped."""
         self.holds = self.has_sums = False
+        for rest in (self.summed, self.held):
+            if rest is not None:
+                rest.discard()  # what was read ahead for a reduction that does not add to it
         if self._frees:
             for rest in (self.summed, self.held):
                 if rest is not None:
@@ -194,11 +212,8 @@ class GradMemory:
             return grad[self._flat.interval(self._flat.rungs.grads).relative_to(0)].copy_(held)
 
     def _sum_in_pieces(self, grad: torch.Tensor, *, scale: float, adds: bool) -> None:
-        sums, flat = self.make_sums(), self._flat
-        for start in range(0, flat.spec.numel, flat.window_numel):
-            place = Interval(start, min(start + flat.window_numel, flat.spec.numel))
-            loan = sums.lend(place.start, place.stop, reads=adds)
-            opened = flat.staging.bring(loan, reads=adds)
+        flat, sums = self._flat, self.make_sums()
+        for place, opened in flat.staging.windows(sums, flat.window_numel, reads=adds):
             if adds and self.factor != 1.0:
                 opened.tensor.mul_(self.factor)
             accumulate(grad[place.relative_to(0)], opened.tensor, scale=scale, add=adds)

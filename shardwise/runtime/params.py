@@ -54,8 +54,7 @@ class ParamMemory:
             return DONE
         if isinstance(self.shard, Stored) and not separate_memory(self._flat.device):
             return self.shard.read_into(self.full.tensor)
-        self._copy_shard(self.full.tensor)
-        return DONE
+        return self._flat.staging.bring_into(self.full.tensor, self.shard)
 
     def gather(self, source: Place | None, legs: Sequence[Leg], carrier: Carrier) -> None:
         """Fills the full buffer from the shard or the kept rung; the top rung is filled last."""

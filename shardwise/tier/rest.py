@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.core.meter import THREAD, count_moved, counting
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.device import memory
 from shardwise.device.abilities import separate_memory
@@ -160,6 +161,8 @@ class Stored:
         self._disk = disk
         self._record = disk.store.reserve(numel * dtype.itemsize, label)
         self._ahead: Loan | None = None
+        self._uncounted_bytes = 0
+        """What was read ahead for whoever takes it, in whose meter it belongs."""
         self._lock = threading.Lock()  # prefetched by one thread, used by another
 
     def prefetch(self) -> None:
@@ -167,8 +170,14 @@ class Stored:
             if self._ahead is None:
                 self._ahead = self.lend(0, self.numel)
 
+    def expect(self) -> None:
+        """As ``prefetch``, before the operation begins that needs the shard."""
+        with counting(None):
+            self.prefetch()
+        self._uncounted_bytes = self.numel * self.dtype.itemsize
+
     def discard(self) -> None:
-        ahead = self._take_ahead()
+        ahead, self._uncounted_bytes = self._take_ahead(), 0
         if ahead is not None:
             ahead.arrived()
             ahead.give_back(changed=False)
@@ -186,7 +195,12 @@ class Stored:
         return _Buffered(self, start, stop, reads)
 
     def whole(self, *, reads: bool = True) -> Loan:
-        return self._take_ahead() or self.lend(0, self.numel, reads=reads)
+        ahead = self._take_ahead()
+        if ahead is None:
+            return self.lend(0, self.numel, reads=reads)
+        count_moved(THREAD.meter, self._uncounted_bytes, writes=False)
+        self._uncounted_bytes = 0
+        return ahead
 
     def free(self) -> None:
         self.discard()

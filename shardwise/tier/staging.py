@@ -4,11 +4,14 @@ The copies run between buffers of pools, so that the plan's budgets hold, and be
 the device's memory is the host's, a loan is used as it is.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from shardwise.core.ticket import Ticket
+from shardwise.core.topology import Interval
 from shardwise.device.abilities import separate_memory
 from shardwise.device.streams import Copies, Mark, block_host_until, mark, order_after
 from shardwise.tier.memory import tensor_on
@@ -26,6 +29,25 @@ class Staging:
     def bring(self, loan: Loan, *, reads: bool = True) -> "Brought":
         """A loan's values on the device; without ``reads`` they are arbitrary there."""
         return Brought(self, loan, reads=reads)
+
+    def bring_into(self, target: torch.Tensor, rest: Rest) -> Ticket:
+        """Starts to bring a whole shard into memory on the device."""
+        return _Arriving(rest, target, self.copies)
+
+    def windows(
+        self, rest: Rest, size: int, *, reads: bool
+    ) -> Iterator[tuple[Interval, "Brought"]]:
+        """A whole shard, a window after the other; beside a device each is read from a disk while
+        the one before it is used."""
+        most = int(reads and separate_memory(self.device))
+        coming: deque[tuple[Interval, Loan]] = deque()
+        starts = deque(range(0, rest.numel, size))
+        while starts or coming:
+            while starts and len(coming) <= most:
+                place = Interval(starts[0], min(starts.popleft() + size, rest.numel))
+                coming.append((place, rest.lend(place.start, place.stop, reads=reads)))
+            place, loan = coming.popleft()
+            yield place, self.bring(loan, reads=reads)
 
     @contextmanager
     def use(
@@ -81,6 +103,36 @@ class Brought:
             over = mark(self._staging.device)
         self._loan.give_back(changed=changed, last_use=over)
         self._staging.on_device.give(self._storage, last_use=over)
+
+
+class _Arriving:
+    """A whole shard on its way to memory of the device, beside compute.
+
+    From a disk it is only read until somebody needs it: to enqueue the copy earlier, the host would
+    have to wait for the disk.
+    """
+
+    def __init__(self, rest: Rest, target: torch.Tensor, copies: Copies) -> None:
+        self._rest, self._target, self._copies = rest, target, copies
+        self._over: Mark = None
+        self._begun = False
+        rest.prefetch()
+        if rest.is_resident:
+            self._copy()
+
+    def order_stream(self) -> None:
+        self._copy()
+        order_after(self._over)
+
+    def block_host(self) -> None:
+        self._copy()
+        block_host_until(self._over)
+
+    def _copy(self) -> None:
+        if not self._begun:
+            self._begun, loan = True, self._rest.whole()
+            self._over = self._copies.copy(loan.for_stream(), self._target)
+            loan.give_back(changed=False, last_use=self._over)
 
 
 class Fetched:

@@ -47,7 +47,9 @@ class Seen:
         if threading.current_thread().name.startswith("shardwise-"):
             return
         assert self.host_waits is not None
-        ours = [f for f in traceback.extract_stack() if "/shardwise/" in f.filename]
+        stack = (f for f in traceback.extract_stack() if "/shardwise/" in f.filename)
+        # All waits are made in device/; who asks for one says more.
+        ours = [f for f in stack if "/shardwise/device/" not in f.filename]
         at = f"{ours[-1].filename.rpartition('/shardwise/')[2]}:{ours[-1].lineno}" if ours else ""
         what = f"{kind} at {at}" if at else kind
         self.host_waits[what] = self.host_waits.get(what, 0) + 1

@@ -24,6 +24,7 @@ from shardwise.api import runtime_of
 from shardwise.core.errors import ShardwiseError, UsageError
 from shardwise.core.ticket import Ticket
 from shardwise.core.work import IN_FLIGHT
+from shardwise.device.streams import Mark
 from shardwise.plans.inputs import Inputs
 from shardwise.runtime.activations import offload, recompute
 from shardwise.runtime.unit import State
@@ -66,7 +67,9 @@ class FakeStore:
         self.pending[record] = deque()
         return record
 
-    def put(self, record: Record, source: torch.Tensor, start: int = 0) -> Ticket:
+    def put(
+        self, record: Record, source: torch.Tensor, start: int = 0, *, after: Mark = None
+    ) -> Ticket:
         self.asked.append(("put", record))
         assert source.data_ptr() % 4096 == 0
         assert source.nbytes == record.nbytes
@@ -76,7 +79,9 @@ class FakeStore:
 
         return self._later(record, work)
 
-    def get(self, record: Record, out: torch.Tensor, start: int = 0) -> Ticket:
+    def get(
+        self, record: Record, out: torch.Tensor, start: int = 0, *, after: Mark = None
+    ) -> Ticket:
         self.asked.append(("get", record))
         out.fill_(0xFF)
 

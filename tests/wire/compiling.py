@@ -4,6 +4,7 @@ It is a process of its own, because importing triton takes long, and its cache m
 """
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ PLANNED: dict[str, list[Variant]] = {
     "100": list(some()),
     "gfx942": list(some()),
 }
-"""By target: all on the first; the others differ in the last steps of compilation only."""
+"""By target: all on the first; the others differ in the last steps of compilation only.
+``python -m tests.wire.compiling all`` compiles all for each, which takes minutes."""
 
 
 def compiled(variant: Variant, target: Any) -> Any:
@@ -144,12 +146,11 @@ def inspect(variant: Variant, ptx: str) -> None:
         assert "div.rn.f32" in ptx, f"{variant}: a division is not exact"
 
 
-def main(targets: list[str]) -> None:
+def main(planned: dict[str, list[Variant]]) -> None:
     from triton.backends.compiler import GPUTarget
 
-    for name in targets:
-        begin = time.perf_counter()
-        variants, amd = PLANNED[name], name.startswith("gfx")
+    for name, variants in planned.items():
+        begin, amd = time.perf_counter(), name.startswith("gfx")
         target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name), 32)
         for variant in variants:
             assembly = compiled(variant, target).asm
@@ -157,8 +158,10 @@ def main(targets: list[str]) -> None:
                 assert assembly["amdgcn"], variant
             else:
                 inspect(variant, assembly["ptx"])
-        print(f"{name}: {len(variants)} compiled in {time.perf_counter() - begin:.0f} s")
+        took = time.perf_counter() - begin
+        print(f"{name}: {len(variants)} compiled in {took:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main(list(PLANNED))
+    everything = [*every(), *double(), *other_blocks()]
+    main(dict.fromkeys(PLANNED, everything) if sys.argv[1:] == ["all"] else PLANNED)

@@ -83,9 +83,9 @@ class OnDisk:
     def put(self, tensor: torch.Tensor) -> Home:
         """Copies an input to a buffer: it may change at once."""
         home = Home.of(tensor)
-        home.buffer = self._pool.take(home.nbytes)
+        home.buffer, used = self._pool.take_early(home.nbytes)
         try:
-            home.copied = self._copies.copy(tensor, home.view(home.buffer))
+            home.copied = self._copies.copy(tensor, home.view(home.buffer), after=used)
             self._copies.keep_alive(tensor)
             home.record = self._room(home.nbytes)
         except BaseException:
@@ -111,8 +111,9 @@ class OnDisk:
         if home.buffer is not None:
             return
         assert home.record is not None
-        home.buffer, home.reading, home.late = self._pool.take(home.nbytes), True, late
-        home.ticket = self._store.get(home.record, _bytes(home.buffer))
+        home.buffer, used = self._pool.take_early(home.nbytes)
+        home.reading, home.late = True, late
+        home.ticket = self._store.get(home.record, _bytes(home.buffer), after=used)
         self._moved.num_reads += 1
         self._moved.in_bytes += home.nbytes
 
@@ -169,8 +170,9 @@ class OnHost:
 
     def put(self, tensor: torch.Tensor) -> Home:
         home = Home.of(tensor)
-        home.buffer = self._pool.take(home.nbytes)
-        home.copied = self._copies.copy(tensor, home.view(home.buffer))
+        home.buffer, used = self._pool.take_early(home.nbytes)
+        home.copied = self._copies.copy(tensor, home.view(home.buffer), after=used)
+        self._copies.keep_alive(tensor)
         return home
 
     def write(self, home: Home) -> None:

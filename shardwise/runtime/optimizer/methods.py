@@ -55,8 +55,10 @@ def _forgetting(
     def forgetting(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         recover()
         result = zero_grad(*args, **kwargs)
-        if not runtime.in_pass:
-            grads.read(runtime)  # so that the memory of dropped gradients is free in forward
+        # So that the memory of dropped gradients is free in forward. A backward that an exception
+        # left unfinished still has to be finished, which notices what was dropped meanwhile.
+        if not (runtime.in_pass or runtime.backward.active):
+            grads.read(runtime)
         return result
 
     return forgetting

@@ -91,7 +91,8 @@ def _take(slot: ParamSlot, value: torch.Tensor) -> None:
     with use(flat.params.master, writes=True) as whole:
         master = slot.of(whole, flat.optim_at)
         assert master is not None
-        unchanged = old == master.to(flat.dtypes.compute)
+        # The two may rest on different tiers.
+        unchanged = old.to(master.device) == master.to(flat.dtypes.compute)
         master.copy_(torch.where(unchanged, exact, master))
 
 

@@ -99,6 +99,7 @@ class _Resident:
         with use(flat.params.master, writes=True) as whole:
             master = self._slot.of(whole, flat.optim_at)
             assert master is not None
+            value = value.to(master.device)  # the master may rest beside the device
             changed = master.to(value.dtype) != value
             master.copy_(torch.where(changed, value.to(master.dtype), master))
 
