@@ -19,14 +19,28 @@ def pooled(sizes: list[int], at_once: int) -> int:
 
 
 def on_device_bytes(units: list[Sized], *, accumulates: bool) -> int:
-    """Of an accelerator: shards that rest elsewhere, while hops work on them. One of each size."""
-    sizes = set()
-    for unit in units:
-        if not unit.rests("grads", "device") and not unit.sums_in_pieces:
-            sizes |= {unit.sums_bytes(), unit.held_bytes() if accumulates else 0}
-        if not unit.rests("params", "device") and unit.rungs.params != unit.rungs.optim:
-            sizes.add(unit.compute_bytes(unit.rungs.params))
-    return sum(sizes)
+    """Of an accelerator: shards that rest elsewhere, while hops work on them, and those on their
+    way from an update on the device. One of each size."""
+    return sum(_sums_on_device(units, accumulates) | _params_on_device(units))
+
+
+def sums_on_device_bytes(units: list[Sized], *, accumulates: bool) -> int:
+    """The part of it that only backward needs."""
+    return sum(_sums_on_device(units, accumulates) - _params_on_device(units))
+
+
+def _sums_on_device(units: list[Sized], accumulates: bool) -> set[int]:
+    away = [u for u in units if not u.rests("grads", "device") and not u.sums_in_pieces]
+    return {u.sums_bytes() for u in away} | {u.held_bytes() for u in away if accumulates}
+
+
+def _params_on_device(units: list[Sized]) -> set[int]:
+    return {
+        unit.compute_bytes(unit.rungs.params)
+        for unit in units
+        if not unit.rests("params", "device")
+        and (unit.rungs.params != unit.rungs.optim or unit.rests("optim", "device"))
+    }
 
 
 def beside_device_bytes(units: list[Sized], plan: Plan) -> int:

@@ -21,7 +21,7 @@ OPTIONS = {
         "--nodes", "--ranks", "--rate", "--latency", "--model", "--seq", "--dtype", "--steps", "--warmup", "--rounds",
         "--plans", "--peers", "--native-bf16", "--deepspeed-python", "--out", "--json",
     },
-    "doctor": {"--clean", "--json"},
+    "doctor": {"--clean", "--gpu", "--json", "--model", "--output"},
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
     "inspect": {"--json"},
     "plan": {

@@ -171,6 +171,7 @@ class OnHost:
         home = Home.of(tensor)
         home.buffer = self._pool.take(home.nbytes)
         home.copied = self._copies.copy(tensor, home.view(home.buffer))
+        self._copies.keep_alive(tensor)
         return home
 
     def write(self, home: Home) -> None:
