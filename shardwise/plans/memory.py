@@ -26,7 +26,7 @@ from shardwise.plans.passing import (
     temporary_bytes,
 )
 from shardwise.plans.placed import kept_rung, trained_flats, travels
-from shardwise.plans.plan import Plan, has_master, resolve
+from shardwise.plans.plan import Plan, has_master, resolve, rests_in_master
 from shardwise.plans.sized import Sized
 from shardwise.plans.staged import (
     beside_device_bytes,
@@ -47,8 +47,8 @@ class Memory:
     """Bytes of each term on one rank."""
 
     params: int
-    """sum over flats: numel / parts[P] * bytes(compute). States count here only if they rest on
-    the device."""
+    """sum over flats: numel / parts[P] * bytes(compute), unless P's shard is the master. States
+    count here only if they rest on the device."""
     kept: int
     """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
     gathered: int
@@ -249,7 +249,17 @@ def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
 
 
 def _params(placed: Sized) -> int:
-    return placed.compute_bytes(placed.rungs.params)
+    rungs = placed.rungs
+    in_master = [
+        flat
+        for flat in trained_flats(placed.unit)
+        if rests_in_master(placed.plan, rungs, flat.dtype)
+    ]
+    there_already = sum(
+        placed.part_numel(flat, rungs.params) * placed.dtype_bytes("compute", flat)
+        for flat in in_master
+    )
+    return placed.compute_bytes(rungs.params) - there_already
 
 
 def _kept(placed: Sized) -> int:
