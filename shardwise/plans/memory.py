@@ -249,15 +249,11 @@ def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
 
 
 def _params(placed: Sized) -> int:
-    rungs = placed.rungs
-    in_master = [
-        flat
-        for flat in trained_flats(placed.unit)
-        if rests_in_master(placed.plan, rungs, flat.dtype)
-    ]
+    rungs, plan = placed.rungs, placed.plan
     there_already = sum(
         placed.part_numel(flat, rungs.params) * placed.dtype_bytes("compute", flat)
-        for flat in in_master
+        for flat in trained_flats(placed.unit)
+        if rests_in_master(plan, rungs, flat.dtype)
     )
     return placed.compute_bytes(rungs.params) - there_already
 
