@@ -18,6 +18,10 @@ from shardwise.plans.sized import Sized
 
 Terms = Counter[str]
 """Bytes by term of ``Memory``."""
+LOSS = 2
+"""A loss needs for a moment so many times what it saves: cross entropy saves log-probabilities, and
+computes them from logits and a copy of them without the last position; in backward their gradient
+and that of the logits are as large."""
 TEMPORARIES, GRADIENTS = 4, 2
 """Shares of what a unit saved, and of its gradients; see [Note: Temporaries of a backward]."""
 
@@ -27,7 +31,7 @@ class Absent:
     """What is not there, by term, at four moments of backward."""
 
     loss: Terms
-    """The gradient of the loss is computed: all activations are there."""
+    """The loss and its gradient are computed: all activations are there."""
     first: Terms
     """The first unit's backward. What autograd saved outside of units is gone by then: most of it
     is the head's and the loss's."""
@@ -82,7 +86,7 @@ def absent_activations(saved: Saved, setting: str) -> Absent:
     unit = min(saved.held(setting), saved.largest_unit)
     recomputed = 0 if setting == "keep" else unit
     temporaries = unit // TEMPORARIES
-    gone = Counter(activations=saved.root, allowance=saved.root)
+    gone = Counter(activations=saved.root, allowance=LOSS * saved.root)
     return Absent(
         loss=Counter(activations=recomputed, allowance=temporaries),
         first=gone,
@@ -99,7 +103,7 @@ def allowance_bytes(units: list[Sized]) -> int:
 
 
 def temporary_bytes(saved: Saved, setting: str) -> int:
-    """What backward makes for a moment: as much as was saved outside of units, when the gradient
-    of the loss is computed; later a share of a unit's activations."""
+    """What backward makes for a moment: for the gradient of the loss, which is outside of units;
+    later a share of a unit's activations."""
     unit = min(saved.held(setting), saved.largest_unit)
-    return saved.root + unit // TEMPORARIES
+    return LOSS * saved.root + unit // TEMPORARIES

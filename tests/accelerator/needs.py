@@ -47,6 +47,11 @@ class Case:
     micro_batches: int = 1
     batch: int = 2
     seq: int = 128
+    vocab: int | None = None
+
+    @property
+    def shape(self) -> GPTConfig:
+        return replace(shape(), vocab=self.vocab) if self.vocab else shape()
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,12 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def _taken_by(case: Case) -> Taken:
     accelerator = chosen()
-    tokens = torch.randint(shape().vocab, (case.batch, case.seq), device=accelerator.device)
+    tokens = torch.randint(case.shape.vocab, (case.batch, case.seq), device=accelerator.device)
     gc.collect()
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
     torch.manual_seed(0)
-    model = GPT(shape())
+    model = GPT(case.shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     with _with_path(case.plan) as plan, _few_writes_in_flight():
         with accelerator.watch() as seen:
@@ -99,7 +104,7 @@ def _taken_by(case: Case) -> Taken:
                 optimizer.zero_grad()
         runtime = runtime_of(model)
         topology = runtime.grid.place.topology
-        facts = ModuleFacts(lambda: GPT(shape()), _forward)
+        facts = ModuleFacts(lambda: GPT(case.shape), _forward)
         predicted = memory(
             plan,
             facts.spec(plan, topology),

@@ -86,3 +86,19 @@ def test_activations_take_what_is_predicted(sim_four: Workers, setting: str, bat
     precision = EXACT if batch == 8 else MIXED
     plan = replace(_preset("zero3", precision), activations=setting)
     _check(sim_four, [Case(f"{setting}, {batch}", plan, GRID, batch=batch)])
+
+
+@pytest.mark.parametrize("setting", ["keep", "recompute"])
+def test_logits_take_what_is_predicted(sim_four: Workers, setting: str) -> None:
+    """They are the largest activations of models with many tokens."""
+    cases = [
+        Case(
+            f"{setting} in {precision.compute}, many tokens",
+            replace(_preset("zero3", precision), activations=setting),
+            GRID,
+            batch=4,
+            vocab=8 * shape().vocab,
+        )
+        for precision in (EXACT, MIXED)
+    ]
+    _check(sim_four, cases)
