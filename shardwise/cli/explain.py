@@ -332,6 +332,9 @@ def _memory_table(explanation: Explanation) -> "Table":
     table = _table("for", "bytes", "share")
     for term in MEMORY_TERMS:
         if term == "total":
+            terms = sum(getattr(needed, each) for each in MEMORY_TERMS if each != "total")
+            if absent := terms - needed.total:  # the total is less than their sum
+                table.add_row("not there at the peak", f"-{format_bytes(absent)}", "")
             table.add_section()
         num_bytes = getattr(needed, term)
         share = num_bytes / needed.total if needed.total else 0

@@ -52,7 +52,7 @@ class DeviceTable(_Table):
     """``[device]``: rates (``flops``, ``memory_bandwidth``), or measured curves, or both."""
 
     name: str
-    kind: Annotated[str, Field(min_length=1)]
+    kind: Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
     """``cpu``, whose memory is the host's, or torch's name of an accelerator."""
     memory: int | str
     flops: dict[str, Rate] = {}

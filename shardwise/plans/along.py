@@ -5,14 +5,16 @@ only what forward leaves for backward comes and goes: activations, kept paramete
 backward makes for a moment. Every moment is a ``Memory`` of its own, with the same terms.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.core.layout import ModelSpec
 from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.plans.expected import Event, schedule
-from shardwise.plans.memory import HOLES, Memory, kept_bytes, memory, sums_bytes
+from shardwise.plans.memory import HOLES, Memory, absent, kept_bytes, memory, sums_bytes
 from shardwise.plans.ops import Kind, Phase, Place, Trigger
 from shardwise.plans.plan import Plan
 
@@ -84,14 +86,15 @@ class _Held:
         self._plan, self._model, self._topology = plan, model, topology
         self._saved, self._needed = saved, needed
         self._holes = 0 if needed.accelerated else needed.optim // HOLES
+        self._absent = absent(plan, model, topology, saved, accumulates=accumulates)
         self._kept_bytes = kept_bytes(plan, model, topology)
         self._called = [unit.name for unit in model.units[1:] if not unit.inside]
         self._begun: list[str] = []
         """Units whose activations backward still needs."""
         self._kept: set[str] = set()
         """Units that something is kept of."""
-        self._sums_bytes = sums_bytes(plan, model, topology)
-        self._grads_before = needed.grads if accumulates else 0
+        self._sums_bytes = sums_bytes(plan, model, topology, accumulates=accumulates)
+        self._grads_before = needed.grads - sum(self._sums_bytes.values())
         self._summed: set[str] = set()
         """Units whose gradients this backward has summed."""
 
@@ -104,13 +107,13 @@ class _Held:
             if event.trigger is Trigger.BEFORE_FORWARD:
                 if name in self._called:
                     self._begun.append(name)
-                yield Moment(f"forward {name}", self._memory(backward=False))
+                yield Moment(f"forward {name}", self._memory())
             elif event.trigger is Trigger.BEFORE_BACKWARD:
                 # The root's comes first, before any unit's.
-                yield Moment(f"backward {name}", self._memory(backward=name in self._called))
+                yield Moment(f"backward {name}", self._memory(name))
             elif event.trigger is Trigger.AFTER_BACKWARD and name in self._begun:
                 self._begun.remove(name)
-        yield Moment("step", self._memory(backward=False))
+        yield Moment("step", self._memory())
 
     def _follow(self, event: Event) -> None:
         """What is kept of units: a rung that is copied out and dropped, or the full buffer that is
@@ -130,10 +133,13 @@ class _Held:
             self._kept.add(event.unit)
         self._kept -= {unit for unit in freed if self._plan.for_unit(unit).keep == "full"}
 
-    def _grads_so_far(self) -> int:
-        return sum(self._sums_bytes[name] for name in self._summed)
+    def _memory(self, backward: str = "") -> Memory:
+        """``backward``: the unit whose backward begins."""
+        if self._needed.accelerated:
+            return self._coming_and_going(backward)
+        return self._staying(backward=backward in self._called)
 
-    def _memory(self, *, backward: bool) -> Memory:
+    def _staying(self, *, backward: bool) -> Memory:
         needed, saved, setting = self._needed, self._saved, self._plan.activations
         share = len(self._begun) / max(1, len(self._called))
         held = saved.held(setting)
@@ -141,17 +147,37 @@ class _Held:
         passing = 0 if setting == "keep" or backward else saved.largest_unit
         activations = int(saved.root + share * (held - saved.root - passing)) if share else 0
         away = int(saved.movable * (1.0 - share))
-        grads = needed.grads
-        if needed.accelerated:  # see [Note: Coming and going] in memory.py
-            grads = min(grads, self._grads_before + self._grads_so_far())
         return replace(
             needed,
-            absent_early=0,  # the terms are those of this moment
-            absent_late=0,
-            grads=grads,
             kept=sum(self._kept_bytes[name] for name in self._kept),
             activations=activations,
             allowance=needed.allowance if backward else self._holes,
             cpu=needed.cpu - (away if setting == "cpu" else 0),
             nvme=needed.nvme - (away if setting == "nvme" else 0),
         )
+
+    def _coming_and_going(self, backward: str) -> Memory:
+        """On an accelerator: see [Note: Coming and going] in ``memory.py``."""
+        found, needed = self._staying(backward=True), self._needed
+        grads = self._grads_before + sum(self._sums_bytes[name] for name in self._summed)
+        if not backward:
+            return _there(found, Counter(), grads=grads, grad_buffers=0, allowance=0)
+        if backward not in self._called:
+            return _there(needed, self._absent.loss)
+        first, last = self._called[-1], self._called[0]
+        if backward == last:
+            return _there(needed, self._absent.last)
+        if backward == first:
+            return _there(needed, self._absent.first)
+        gone = self._absent.second
+        share = (1 + self._called.index(backward)) / (len(self._called) - 1)
+        lasting = needed.activations - gone["activations"]
+        return _there(needed, gone, grads=grads, kept=found.kept, activations=int(share * lasting))
+
+
+def _there(needed: Memory, absent: Counter[str], **changed: int) -> Memory:
+    """The terms of one moment, of which nothing is absent."""
+    terms = {term: getattr(needed, term) - nbytes for term, nbytes in absent.items()}
+    found = replace(needed, absent_loss=0, absent_first=0, absent_second=0, absent_last=0)
+    values: dict[str, Any] = terms | changed
+    return replace(found, **values)

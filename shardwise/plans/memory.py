@@ -7,7 +7,8 @@ model. ``parts[x]`` is the number of shards on the rung of x, ``numel`` a flat's
 On a CPU buffers and gradients stay for all steps, because fresh pages are expensive. An
 accelerator's allocator hands freed memory to whatever comes next, so there sums of gradients are
 allocated when they are made and freed when they are dropped: while backward goes on, activations
-go and gradients come. The peak is early in backward or at its end.
+go and gradients come. The peak is at the beginning of backward or at its end: when the gradient of
+the loss is computed, or in the backward of the first, the second or the last unit (``passing.py``).
 """
 
 from collections.abc import Callable
@@ -15,23 +16,30 @@ from dataclasses import dataclass, replace
 
 from shardwise.core.layout import FlatSpec, ModelSpec
 from shardwise.core.topology import Topology
-from shardwise.core.work import Saved
+from shardwise.core.work import IN_FLIGHT, Saved
+from shardwise.plans.passing import (
+    Absent,
+    absent_activations,
+    absent_states,
+    allowance_bytes,
+    nothing,
+    temporary_bytes,
+)
 from shardwise.plans.placed import kept_rung, trained_flats, travels
-from shardwise.plans.plan import Plan, has_master, resolve
+from shardwise.plans.plan import Plan, has_master, resolve, rests_in_master
 from shardwise.plans.sized import Sized
 from shardwise.plans.staged import (
     beside_device_bytes,
     on_device_bytes,
     pooled,
     staging_bytes,
+    sums_on_device_bytes,
 )
 from shardwise.plans.updates import OPTIM_WORDS
 from shardwise.plans.working import working_bytes
 
 HOLES = 8
 """Malloc's gaps between optimizer states take 1/HOLES of their memory."""
-TEMPORARIES = 2
-"""On an accelerator the temporaries of a unit's backward take 1/TEMPORARIES of what it saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +47,8 @@ class Memory:
     """Bytes of each term on one rank."""
 
     params: int
-    """sum over flats: numel / parts[P] * bytes(compute). States count here only if they rest on
-    the device."""
+    """sum over flats: numel / parts[P] * bytes(compute), unless P's shard is the master. States
+    count here only if they rest on the device."""
     kept: int
     """sum over flats of inner units with keep < P: numel / parts[keep] * bytes(compute)."""
     gathered: int
@@ -77,20 +85,29 @@ class Memory:
     """Memory that no plan controls: the largest unit's gradients while autograd computes them, a
     quarter of the activations for their gradients and other temporaries of backward, and an eighth
     of the optimizer states for malloc's gaps between them. Rules of thumb, within 5 % of the
-    measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024. On an accelerator: the
-    gradients of the largest unit and of the root, which come first and are reduced last, and the
-    temporaries of one unit."""
+    measured peak in ``benchmarks/step.py`` at sequences of 128 to 1024. On an accelerator:
+    gradients of a unit and of the root before they are reduced, and temporaries of backward
+    (``passing.py``)."""
 
     budget: int | None = None
     """Limit of all states and buffers of the device together: idle buffers are freed before it is
     exceeded."""
     accelerated: bool = False
     """Whether the device is an accelerator; see [Note: Coming and going]."""
-    absent_early: int = 0
-    """On an accelerator: bytes of these terms that are not there when backward's first unit is
-    over."""
-    absent_late: int = 0
-    """The same, when its last unit is over."""
+    absent_loss: int = 0
+    """On an accelerator: bytes of these terms that are not there when the gradient of the loss is
+    computed."""
+    absent_first: int = 0
+    """The same, in the backward of its first unit."""
+    absent_second: int = 0
+    """The same, in that of the second."""
+    absent_last: int = 0
+    """The same, in that of the last."""
+
+    @property
+    def absent(self) -> int:
+        """Bytes of these terms that are not there at the peak."""
+        return min(self.absent_loss, self.absent_first, self.absent_second, self.absent_last)
 
     @property
     def total(self) -> int:
@@ -98,7 +115,7 @@ class Memory:
         states = self.params + self.grads + self.optim
         held = states + self.kept + self.gathered + self.grad_buffers + self.staging
         passing = self.wires + self.activations + self.allowance
-        most = held + passing - min(self.absent_early, self.absent_late)
+        most = held + passing - self.absent
         return most if self.budget is None else min(most, self.budget + passing)
 
 
@@ -117,8 +134,11 @@ def memory(
     ``optim_words`` is the number of values that the optimizer stores per element (Adam: 2).
     ``accumulates``: steps have several micro-batches under ``no_sync``. ``saved`` is what forward
     saves for backward; without it activations do not count. ``accelerated`` devices have their own
-    memory; then the disk's buffers are in host memory, and encoded reductions have longer chunks.
+    memory, whatever the plan was made for; then the disk's buffers are in host memory, and encoded
+    reductions have longer chunks.
     """
+    if accelerated:
+        plan = plan.on_accelerator()
     placed = _placed(plan, model, topology)
     host = staging_bytes(placed, plan, optim_words)
     if accelerated:
@@ -147,28 +167,47 @@ def memory(
         nvme=sum(resting("nvme").values()),
         wires=working_bytes(placed, accumulates=accumulates, accelerated=accelerated),
         budget=plan.tiers.device_bytes,
-        allowance=_largest_gradient(placed)
-        + (placed[0].full_bytes("compute") if accelerated else optim // HOLES),
+        allowance=allowance_bytes(placed)
+        if accelerated
+        else _largest_gradient(placed) + optim // HOLES,
         accelerated=accelerated,
     )
     if accelerated:
-        found = _on_accelerator(found, placed, plan, accumulates=accumulates)
+        found = _without(found, _absent_states(placed, plan, accumulates=accumulates))
     return found if saved is None else with_activations(found, saved, plan.activations)
 
 
-def _on_accelerator(found: Memory, units: list[Sized], plan: Plan, *, accumulates: bool) -> Memory:
-    """With what is not there early and late in backward."""
-    root, *inner = units
-    early = 0
-    if not accumulates:
-        sums = [unit.sums_bytes() for unit in units if unit.rests("grads", "device")]
-        early = sum(sums) - max(sums, default=0)
-    if inner:
-        # The root's gradients come first (a head's) and last (an embedding's); they leave last.
-        early += root.full_bytes("reduce") + root.full_bytes("compute") // 2
-        early += 0 if root.rests("grads", "device") else root.sums_bytes()
-    ahead = _gathered_inner(inner, plan.prefetch) - _gathered_inner(inner, 0)
-    return replace(found, absent_early=early, absent_late=found.kept + ahead)
+def absent(
+    plan: Plan, model: ModelSpec, topology: Topology, saved: Saved, *, accumulates: bool
+) -> Absent:
+    """What of an accelerator's memory is not there together."""
+    plan = plan.on_accelerator()
+    states = _absent_states(_placed(plan, model, topology), plan, accumulates=accumulates)
+    return states + absent_activations(saved, plan.activations)
+
+
+def _absent_states(units: list[Sized], plan: Plan, *, accumulates: bool) -> Absent:
+    inner = units[1:]
+    if not inner:
+        return nothing()
+    return absent_states(
+        units,
+        sums=[_made_in_backward(unit, accumulates) for unit in units],
+        kept=[_kept(unit) for unit in inner],
+        ahead=_gathered_inner(inner, plan.prefetch) - _gathered_inner(inner, 0),
+        buffers=_grad_buffers(units, at_once=1),
+        staging=sums_on_device_bytes(units, accumulates=accumulates),
+    )
+
+
+def _without(found: Memory, absent: Absent) -> Memory:
+    return replace(
+        found,
+        absent_loss=found.absent_loss + absent.loss.total(),
+        absent_first=found.absent_first + absent.first.total(),
+        absent_second=found.absent_second + absent.second.total(),
+        absent_last=found.absent_last + absent.last.total(),
+    )
 
 
 def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
@@ -177,12 +216,12 @@ def kept_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, in
     return {root.unit.name: 0, **{placed.unit.name: _kept(placed) for placed in inner}}
 
 
-def sums_bytes(plan: Plan, model: ModelSpec, topology: Topology) -> dict[str, int]:
-    """Bytes of summed gradients on the device, by unit."""
-    return {
-        placed.unit.name: placed.sums_bytes() if placed.rests("grads", "device") else 0
-        for placed in _placed(plan, model, topology)
-    }
+def sums_bytes(
+    plan: Plan, model: ModelSpec, topology: Topology, *, accumulates: bool
+) -> dict[str, int]:
+    """Bytes of gradients on the device that a step's last backward makes, by unit."""
+    placed = _placed(plan, model, topology)
+    return {unit.unit.name: _made_in_backward(unit, accumulates) for unit in placed}
 
 
 def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[Sized]:
@@ -195,23 +234,28 @@ def _placed(plan: Plan, model: ModelSpec, topology: Topology) -> list[Sized]:
 def with_activations(needed: Memory, saved: Saved, setting: str) -> Memory:
     """Memory including activations, on the tier of the setting, and their gradients."""
     held = saved.held(setting)
-    unit = min(held, saved.largest_unit)
-    temporary = saved.largest_unit // TEMPORARIES if needed.accelerated else held // 4
     away = {tier: saved.movable if tier == setting else 0 for tier in ("cpu", "nvme")}
-    return replace(
+    if needed.accelerated and setting == "nvme":  # the host's buffers between device and disk
+        away["cpu"] = IN_FLIGHT * saved.largest_input
+    found = replace(
         needed,
         activations=held,
-        absent_early=needed.absent_early + (unit if needed.accelerated else 0),
-        absent_late=needed.absent_late
-        + (max(0, held - saved.root - unit) if needed.accelerated else 0),
         cpu=needed.cpu + away["cpu"],
         nvme=needed.nvme + away["nvme"],
-        allowance=needed.allowance + temporary,
+        allowance=needed.allowance
+        + (temporary_bytes(saved, setting) if needed.accelerated else held // 4),
     )
+    return _without(found, absent_activations(saved, setting)) if found.accelerated else found
 
 
 def _params(placed: Sized) -> int:
-    return placed.compute_bytes(placed.rungs.params)
+    rungs, plan = placed.rungs, placed.plan
+    there_already = sum(
+        placed.part_numel(flat, rungs.params) * placed.dtype_bytes("compute", flat)
+        for flat in trained_flats(placed.unit)
+        if rests_in_master(plan, rungs, flat.dtype)
+    )
+    return placed.compute_bytes(rungs.params) - there_already
 
 
 def _kept(placed: Sized) -> int:
@@ -236,6 +280,13 @@ def _gathered_inner(inner: list[Sized], prefetch: int) -> int:
 
 def _grads(placed: Sized, accumulates: bool) -> int:
     return placed.sums_bytes() + (placed.held_bytes() if accumulates else 0)
+
+
+def _made_in_backward(placed: Sized, accumulates: bool) -> int:
+    """Sums that a step's last backward makes: the first one has made those that are also what is
+    held under no_sync."""
+    there_before = accumulates and placed.held_bytes() == 0
+    return 0 if there_before or not placed.rests("grads", "device") else placed.sums_bytes()
 
 
 def _grad_buffers(units: list[Sized], at_once: int) -> int:

@@ -331,6 +331,16 @@ def has_master(plan: Plan, rungs: Rungs, dtype: str) -> bool:
     return any(format_of(plan.optim.wire, step, dtype) for step in climb if step.size > 1)
 
 
+def rests_in_master(plan: Plan, rungs: Rungs, dtype: str) -> bool:
+    """Whether P's shard is the master itself, which a gather casts: nothing is there twice, and
+    there is nothing to refresh. It saves an accelerator's memory; a CPU would read twice the bytes
+    whenever it gathers.
+    """
+    same_place = rungs.params == rungs.optim and plan.params.tier == plan.optim.tier == "device"
+    saves = plan.separate_memory and rungs.params > 0
+    return saves and same_place and has_master(plan, rungs, dtype)
+
+
 def keep_factor(plan: Plan, topology: Topology) -> int:
     """Number of shards on the kept rung: P's when nothing more is kept, 1 when all of it is."""
     if plan.keep == "none":

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from shardwise.plans.placed import trained_flats
+from shardwise.plans.placed import trained_flats, updates_in_windows
 from shardwise.plans.plan import Plan, has_master
 from shardwise.plans.sized import Sized
 
@@ -19,14 +19,28 @@ def pooled(sizes: list[int], at_once: int) -> int:
 
 
 def on_device_bytes(units: list[Sized], *, accumulates: bool) -> int:
-    """Of an accelerator: shards that rest elsewhere, while hops work on them. One of each size."""
-    sizes = set()
-    for unit in units:
-        if not unit.rests("grads", "device") and not unit.sums_in_pieces:
-            sizes |= {unit.sums_bytes(), unit.held_bytes() if accumulates else 0}
-        if not unit.rests("params", "device") and unit.rungs.params != unit.rungs.optim:
-            sizes.add(unit.compute_bytes(unit.rungs.params))
-    return sum(sizes)
+    """Of an accelerator: shards that rest elsewhere, while hops work on them, and those on their
+    way from an update on the device. One of each size."""
+    return sum(_sums_on_device(units, accumulates) | _params_on_device(units))
+
+
+def sums_on_device_bytes(units: list[Sized], *, accumulates: bool) -> int:
+    """The part of it that only backward needs."""
+    return sum(_sums_on_device(units, accumulates) - _params_on_device(units))
+
+
+def _sums_on_device(units: list[Sized], accumulates: bool) -> set[int]:
+    away = [u for u in units if not u.rests("grads", "device") and not u.sums_in_pieces]
+    return {u.sums_bytes() for u in away} | {u.held_bytes() for u in away if accumulates}
+
+
+def _params_on_device(units: list[Sized]) -> set[int]:
+    return {
+        unit.compute_bytes(unit.rungs.params)
+        for unit in units
+        if not unit.rests("params", "device")
+        and (unit.rungs.params != unit.rungs.optim or unit.rests("optim", "device"))
+    }
 
 
 def beside_device_bytes(units: list[Sized], plan: Plan) -> int:
@@ -50,16 +64,29 @@ def staging_bytes(units: list[Sized], plan: Plan, optim_words: int) -> int:
         for unit in units[1:]
         if unit.rests("params", "nvme") and unit.rungs.params > 0
     ]
+    reading = pooled(fetched, max(1, 2 * plan.prefetch))
     away = [unit for unit in units if unit.rests("grads", "nvme")]
-    summed = [unit.sums_bytes() for unit in away if not unit.sums_in_pieces]
-    largest = max(summed, default=0)
+    largest = max((unit.sums_bytes() for unit in away if not unit.sums_in_pieces), default=0)
     windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
-    if not (fetched or largest or windows):
+    beside = unpinned_bytes(units, plan, optim_words)
+    if windows or largest:
+        writing = max(largest, WRITES_IN_FLIGHT_BYTES)
+        return reading + largest + 2 * windows + writing + beside
+    if not fetched:
         return 0
-    writing = max(largest, WRITES_IN_FLIGHT_BYTES) if windows or largest else 0
+    # What is updated elsewhere comes to be written when nothing is read: in the same buffers.
+    return max(reading, max(fetched) + max(max(fetched), WRITES_IN_FLIGHT_BYTES)) + beside
+
+
+def unpinned_bytes(units: list[Sized], plan: Plan, optim_words: int) -> int:
+    """The part of it that no copy of a device uses: memory of the disk's threads, and states that
+    the optimizer has just created."""
+    if not any(
+        unit.rests(state, "nvme") for unit in units for state in ("params", "grads", "optim")
+    ):
+        return 0
     made = max(_made_states(unit, plan.tiers.window_numel, optim_words) for unit in units)
-    moving = pooled(fetched, max(1, 2 * plan.prefetch)) + largest + 2 * windows + made + writing
-    return moving + DISK_SCRATCH_BYTES
+    return made + DISK_SCRATCH_BYTES
 
 
 def _made_states(placed: Sized, window_numel: int, optim_words: int) -> int:
@@ -74,6 +101,8 @@ def _window(placed: Sized, window_numel: int, optim_words: int) -> int:
     """Buffers of one window for all states that rest on the disk."""
     largest = 0
     for flat in trained_flats(placed.unit):
+        if not updates_in_windows(placed.plan, placed.rungs, flat.dtype):
+            continue
         numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
         word, copy = placed.dtype_bytes("master", flat), placed.dtype_bytes("compute", flat)
         separate = has_master(placed.plan, placed.rungs, flat.dtype)

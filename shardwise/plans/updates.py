@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from shardwise.core.layout import FlatSpec
 from shardwise.plans.ops import Kind, Lane, Move, Op, Place, moves
 from shardwise.plans.placed import Placed, updates_in_windows
-from shardwise.plans.plan import has_master
+from shardwise.plans.plan import has_master, rests_in_master
 
 OPTIM_WORDS = 2
 """How many words the optimizer is assumed to store per element; Adam stores two."""
@@ -31,7 +31,7 @@ def update_ops(unit: Placed, optim_words: int) -> Iterable[Op]:
 def _copied_out(unit: Placed, flat: FlatSpec) -> int:
     """Bytes of new parameters that the update itself copies from the master to P."""
     plan, rungs = unit.plan, unit.rungs
-    separate = has_master(plan, rungs, flat.dtype)
+    separate = has_master(plan, rungs, flat.dtype) and not rests_in_master(plan, rungs, flat.dtype)
     if separate and updates_in_windows(plan, rungs, flat.dtype) and not unit.sends_differences:
         return unit.bytes([flat], "compute", rungs.optim)
     return 0
@@ -71,6 +71,8 @@ def _refresh(unit: Placed) -> Op | None:
     works = masters = False
     for flat in unit.trained:
         separate = has_master(plan, rungs, flat.dtype)
+        if rests_in_master(plan, rungs, flat.dtype):
+            continue  # the update itself has written P
         windowed = updates_in_windows(plan, rungs, flat.dtype)
         own_is_new = windowed and not by_difference
         if not hops and (own_is_new or not separate):

@@ -15,7 +15,7 @@ from shardwise.core.wire import Format
 from shardwise.device.abilities import separate_memory
 from shardwise.plans.ops import Hop
 from shardwise.plans.placed import updates_in_windows
-from shardwise.plans.plan import Plan, Rungs, has_master
+from shardwise.plans.plan import Plan, Rungs, has_master, rests_in_master
 from shardwise.tier.pool import Pool
 from shardwise.tier.rest import Homes, Rest
 from shardwise.tier.staging import Staging
@@ -87,6 +87,8 @@ class Flat:
         """Elements of a shard of the bottom rung. A wire format's blocks never cross its ends."""
         self.has_master = has_master(plan, rungs, spec.dtype)
         """Whether the optimizer updates a separate master copy instead of P's memory."""
+        self.rests_in_master = spec.requires_grad and rests_in_master(plan, rungs, spec.dtype)
+        """Whether that copy is P's shard as well: gathers cast it."""
         self.updates_in_windows = updates_in_windows(plan, rungs, spec.dtype)
         """Whether the optimizer works on borrowed slices, because some state rests on a tier."""
         self.window_numel = plan.tiers.window_numel

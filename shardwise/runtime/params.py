@@ -33,13 +33,15 @@ class ParamMemory:
             self.shard = Resident(self.full.tensor)
         else:
             numel = flat.part_at.numel
-            self.shard = flat.make_rest(plan.params.tier, "parameters", numel, dtype)
+            rests_as = flat.dtypes.master if flat.rests_in_master else dtype
+            self.shard = flat.make_rest(plan.params.tier, "parameters", numel, rests_as)
         self.kept: SwappedBuffer | None = None
         if rungs.keep not in (0, rungs.params):
             self.kept = SwappedBuffer(flat.interval(rungs.keep).numel, dtype, device, pool)
         self.master: Rest | None = None
-        """OS's shard in the master's dtype: a slice of ``shard`` unless ``has_master``. Only for
-        trained flats, and only once there is an optimizer."""
+        """OS's shard in the master's dtype: a slice of ``shard`` unless ``has_master``, and all of
+        it if that ``rests_in_master``. Only for trained flats, and only once there is an
+        optimizer."""
 
     def view(self, slot: Slot) -> torch.Tensor:
         """A parameter's place in the full buffer."""

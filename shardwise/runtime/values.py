@@ -14,7 +14,7 @@ from shardwise.tier.rest import PartOf, Rest, use
 def make_master(flat: Flat, *, empty: bool = False) -> None:
     """Makes a trained flat's master weights; ``empty``: do not copy P's values into them."""
     params = flat.params
-    if not flat.has_master:
+    if not flat.has_master or flat.rests_in_master:
         params.master = PartOf(params.shard, flat.own)
         return
     numel, dtype = flat.optim_at.numel, flat.dtypes.master
@@ -57,6 +57,6 @@ def write(flat: Flat, slot: Slot, value: torch.Tensor) -> None:
 def _targets(flat: Flat) -> list[tuple[Rest, Interval]]:
     """The shards that values from outside are written to, with their intervals."""
     found = [(flat.params.shard, flat.part_at)]
-    if flat.params.master is not None and flat.has_master:
+    if flat.params.master is not None and flat.has_master and not flat.rests_in_master:
         found.append((flat.params.master, flat.optim_at))
     return found

@@ -31,6 +31,7 @@ class Seen:
     races: list[str] | None = None
     host_waits: dict[str, int] | None = None
     """How often the program waited for the device, by kind and place."""
+    pinned_start_bytes: int | None = None
     pinned_peak_bytes: int | None = None
     pinned_end_bytes: int | None = None
 
@@ -118,6 +119,7 @@ class Simulated:
         torch.accelerator.synchronize()
         sim.clear()
         seen = Seen(start_bytes=torch.accelerator.memory_allocated(), host_waits={})
+        seen.pinned_start_bytes = sim.statistics()["pinned"]
         sim.on_wait(seen.count_wait)
         try:
             yield seen

@@ -1,6 +1,7 @@
 """The control: what is known to be right is found right, without a race, and its figures are sane.
 
-Tests of shardwise's own plans compare theirs with ``fsdp2_figures`` in the same processes.
+Tests of shardwise's own plans compare theirs with ``fsdp2_figures`` in the same processes. ``zero3``
+is compared here.
 """
 
 from functools import cache
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from tests.accelerator.accelerators import chosen
-from tests.accelerator.figures import WARM_STEPS, Figures, fsdp2_figures
+from tests.accelerator.figures import (
+    SETTINGS,
+    WARM_STEPS,
+    Figures,
+    Setting,
+    fsdp2_figures,
+    zero3_beside_fsdp2,
+)
 from tests.harness import Workers
 from tests.models import UntiedGPT, make, train_plain
 
@@ -56,3 +64,19 @@ def test_fsdp2s_memory_and_launches(sim_two: Workers) -> None:
         assert figures.launches_by_name["simccl all_gather"] == 2 * len(model.blocks) + 1
         assert figures.launches_by_name["simccl reduce_scatter"] == len(model.blocks) + 1
         assert figures.launches_by_name["aten::_fused_adamw_"] == 1
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_zero3_takes_no_more_than_fsdp2(sim_two: Workers, setting: Setting) -> None:
+    """Memory at rest and at peak, launches and waits of the host, for the same training."""
+    for ours, theirs in sim_two.run(zero3_beside_fsdp2, setting):
+        assert ours.losses == pytest.approx(theirs.losses, rel=2e-2 if setting.mixed else 1e-5)
+        assert ours.at_rest_bytes <= theirs.at_rest_bytes
+        assert ours.peak_bytes <= theirs.peak_bytes
+        if ours.host_waits is None:
+            continue  # profilers name a real device's launches, and count no waits
+        assert ours.launches <= theirs.launches
+        assert not ours.races
+        assert sum(theirs.host_waits.values()) == 0
+        # The norm is a number of the host's; FSDP2's stays on the device.
+        assert sum(ours.host_waits.values()) <= setting.clips

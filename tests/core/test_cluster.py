@@ -242,7 +242,7 @@ def test_a_file_that_can_be_read() -> None:
         ("busy = 0.1", "busy = 1.5", "levels.0.busy"),
         ("busy = 0.1", "", "does not tell how busy"),
         ("size = 4", "size = 0", "levels.0.size"),
-        ('kind = "cuda"', 'kind = "CPU"', "device.kind.*cuda"),
+        ('kind = "cuda"', 'kind = "CPU"', "device.kind"),
         ("float32 = 1e13", "float32 = 0", "device.flops.float32"),
     ],
 )

@@ -276,7 +276,9 @@ class TestAdvice:
         assert wires.grown in ("gather", "reduce", "refresh", "sharing")
 
     def test_the_peak_and_its_causes(self, advice):
-        assert advice.peak.memory == advice.best.estimate.memory
+        best = advice.best.estimate.memory
+        assert 0.97 * best.total <= advice.peak.memory.total <= best.total
+        assert sum(advice.peak.causes().values()) == advice.peak.memory.total
         assert advice.peak.name.startswith("backward ")
 
     @pytest.mark.parametrize(
@@ -333,7 +335,8 @@ class TestCommand:
         answer = json.loads(result.stdout)
         assert answer["best"]["fits"]
         assert answer["peak"]["when"].startswith("backward")
-        assert sum(answer["peak"]["bytes"].values()) == answer["best"]["memory_bytes"]
+        at_peak, needed = answer["peak"]["bytes"].values(), answer["best"]["memory_bytes"]
+        assert 0.97 * needed <= sum(at_peak) <= needed
         assert {choice["what"] for choice in answer["choices"]} >= {"P", "G and OS"}
         assert sum(answer["best"]["exposed_s"].values()) == pytest.approx(answer["best"]["step_s"])
 

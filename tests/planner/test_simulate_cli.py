@@ -149,7 +149,7 @@ def test_models_may_be_facts_and_clusters_files(tmp_path: Path) -> None:
 def test_precision_is_the_plans_own_where_it_has_one() -> None:
     cluster = load_cluster("dgx-a100").with_world(8)
     exact = sw.presets.zero2(precision=sw.Precision(compute="float32"))
-    assert sw.simulate(exact, "gpt-125m", cluster, seq=128).plan == exact
+    assert sw.simulate(exact, "gpt-125m", cluster, seq=128).plan == exact.on_accelerator()
     slower = sw.simulate(exact, "gpt-125m", cluster, seq=128).exposed["compute"]
     assert slower > 2 * sw.simulate("zero2", "gpt-125m", cluster, seq=128).exposed["compute"]
     with pytest.raises(PlanError, match="has its own precision"):

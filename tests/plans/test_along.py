@@ -19,13 +19,15 @@ FACTS = builtin("gpt:layers=6,width=512,heads=8")
 TOPOLOGY = load_cluster("dgx-a100").with_world(16).topology
 
 
-def moments(plan: Plan, *, accumulates: bool = False) -> tuple[list[Moment], Memory]:
+def moments(
+    plan: Plan, *, accumulates: bool = False, accelerated: bool = False
+) -> tuple[list[Moment], Memory]:
     plan = replace(plan, precision=mixed("bfloat16"))
     assert not violations(plan, TOPOLOGY)
     saved, spec = FACTS.work(2, 256, plan, TOPOLOGY).saved, FACTS.spec(plan, TOPOLOGY)
-    options = {"accumulates": accumulates, "saved": saved}
-    needed = memory(plan, spec, TOPOLOGY, **options)
-    return along(plan, spec, TOPOLOGY, saved, accumulates=accumulates), needed
+    options = {"accumulates": accumulates, "accelerated": accelerated}
+    needed = memory(plan, spec, TOPOLOGY, saved=saved, **options)
+    return along(plan, spec, TOPOLOGY, saved, **options), needed
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -40,6 +42,37 @@ def test_the_peak_is_what_the_plan_needs(name: str, activations: str, accumulate
     assert highest.memory == needed
     assert sum(highest.causes().values()) == needed.total
     assert max(moment.memory.cpu for moment in found) == needed.cpu
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "cpu"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "infinity"])
+def test_on_accelerators_the_peak_is_a_moment_of_backward(
+    name: str, activations: str, accumulates: bool
+) -> None:
+    """Its own terms add up to it, and it is what the plan is said to need."""
+    found, needed = moments(
+        replace(PRESETS[name](), activations=activations),
+        accumulates=accumulates,
+        accelerated=True,
+    )
+    highest = peak(found)
+    assert highest.name.startswith("backward ")
+    assert sum(highest.causes().values()) == highest.memory.total
+    assert 0.97 * needed.total <= highest.memory.total <= needed.total
+
+
+def test_on_accelerators_gradients_come_while_activations_go() -> None:
+    found, needed = moments(presets.zero2(), accelerated=True)
+    by_name = {moment.name: moment.memory for moment in found}
+    backward = [by_name[name] for name in by_name if name.startswith("backward ")][1:]
+    assert by_name["forward blocks.5"].grads == by_name["forward blocks.5"].grad_buffers == 0
+    grads, held = [m.grads for m in backward], [m.activations for m in backward]
+    assert grads == sorted(grads)
+    assert grads[0] < needed.grads / 3
+    assert grads[-1] == needed.grads == by_name["step"].grads
+    assert held == sorted(held, reverse=True)
+    assert backward[0].grad_buffers < backward[-1].grad_buffers == needed.grad_buffers
 
 
 def test_activations_come_and_go() -> None:

@@ -11,7 +11,9 @@ from shardwise.core.topology import Topology
 from shardwise.core.work import Saved
 from shardwise.plans import presets
 from shardwise.plans.memory import Memory, memory
-from shardwise.plans.plan import Override, Plan, Precision, StatePlan
+from shardwise.plans.ops import Kind
+from shardwise.plans.plan import Override, Plan, Precision, StatePlan, resolve
+from shardwise.plans.schedule import UnitOps
 from shardwise.plans.validate import legal_plans
 
 GRID = Topology.parse("node=2,world=2")
@@ -163,6 +165,54 @@ def test_activations_that_rest_elsewhere_need_room_there(tier: str) -> None:
     )
     assert (getattr(here, tier), getattr(away, tier)) == (0, 10**6 - 10**3)
     assert away.total < here.total
+
+
+@pytest.mark.parametrize(
+    ("plan", "params"),
+    [
+        (presets.zero3(), 0),
+        (presets.hsdp(), 0),
+        (presets.zero3(keep="full"), 0),
+        (presets.amsp(), 2 * TOTAL // 2),  # P and OS have other shards
+        (presets.ddp(), 2 * TOTAL),  # P is whole, and computes
+        (replace(presets.zero3(), optim=StatePlan(spread="world", tier="cpu")), 2 * TOTAL // 4),
+    ],
+)
+def test_on_accelerators_a_shard_that_is_the_master_is_there_once(plan: Plan, params: int) -> None:
+    plan = replace(plan, precision=Precision(compute="bfloat16"))
+    found = memory(plan, MODEL, GRID, accelerated=True)
+    assert found.params == params
+    assert found.optim + found.cpu >= 3 * 4 * TOTAL // 4
+    assert memory(plan, MODEL, GRID).params > 0
+    for unit in MODEL.units:
+        here = plan.on_accelerator()
+        ops = UnitOps(unit, resolve(here, GRID, unit.name), here).update()
+        refreshed = any(op.kind is Kind.REFRESH for op in ops)
+        updates_on_host = plan.optim.tier == "cpu"  # which writes P itself
+        assert refreshed == (params > 0 and not updates_on_host)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_on_accelerators_the_peak_has_what_is_there_together(accumulates: bool) -> None:
+    saved = Saved(
+        total=10**6,
+        root=10**4,
+        checkpoints=10**5,
+        small=0,
+        largest_unit=2 * 10**5,
+        largest_input=10**3,
+    )
+    options = {"saved": saved, "accelerated": True, "accumulates": accumulates}
+    found = memory(presets.zero2(), MODEL, GRID, **options)
+    states = 4 * TOTAL + 8 * TOTAL // 4 + accumulates * TOTAL
+    # The first unit's backward, with half of the gradients of a unit and of the root.
+    assert found.total == states + 10**6 - 10**4 + 2 * 10**5 // 4 + 4 * LARGE // 2 + 4 * ROOT // 2
+    # All gradients in the end are more than few activations in the beginning.
+    few = replace(saved, total=3 * 10**3, root=10**2, largest_unit=10**3)
+    options["saved"] = few
+    found = memory(presets.ddp(), MODEL, GRID, **options)
+    passing = 10**3 + 10**3 // 4 + 4 * LARGE // 2 + 4 * ROOT
+    assert found.total == (4 + 4 + 8) * TOTAL + found.grad_buffers + passing
 
 
 def test_total_is_the_sum() -> None:

@@ -71,7 +71,7 @@ class Window:
         flat, (start, stop) = self.flat, self.inside
         assert self.master is not None
         assert self.grad is not None
-        if flat.has_master and updates_params:
+        if flat.has_master and not flat.rests_in_master and updates_params:
             first = flat.own.start + start
             copy = flat.params.shard.lend(first, first + stop - start, reads=False)
             if copy.tensor.device == self._updates_on:

@@ -87,6 +87,7 @@ def _take(slot: ParamSlot, value: torch.Tensor) -> None:
         own = slot.segment.relative_to(max(slot.spec.interval.start, flat.part_at.start))
         with use(flat.params.shard) as part:
             old = slot.of(part, flat.part_at)[own].clone()  # type: ignore[index]
+        old = old.to(flat.dtypes.compute)
     write(flat, slot.spec, value)
     with use(flat.params.master, writes=True) as whole:
         master = slot.of(whole, flat.optim_at)

@@ -116,8 +116,12 @@ def _on_host(norms: list[torch.Tensor]) -> torch.Tensor:
     """Norms in float64, and a zero; the host waits once for all that are on a device."""
     together = [torch.zeros(1, dtype=torch.float64)]
     for device in {norm.device for norm in norms}:
-        there = [norm.double() for norm in norms if norm.device == device]
-        together.append(torch.stack(there).cpu())
+        there = [norm for norm in norms if norm.device == device]
+        alike = [  # stacked first: one launch then converts all of a dtype
+            torch.stack([norm for norm in there if norm.dtype == dtype]).double()
+            for dtype in dict.fromkeys(norm.dtype for norm in there)
+        ]
+        together.append(torch.cat(alike).cpu())
     return torch.cat(together)
 
 

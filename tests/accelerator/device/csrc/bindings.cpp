@@ -104,6 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device_count", &set_device_count);
   m.def("host_register", [](uintptr_t begin, size_t bytes) {
     if (!register_pinned(begin, bytes)) return 1;
+    at::globalContext().lazyInitDevice(kSim);  // before that nothing is pinned for torch
     Lock lock(world().mutex);
     auto& stats = pinned_stats();
     stats.allocated += bytes;
