@@ -94,7 +94,8 @@ class Backward:
         grads.mark(slot)
         if not slot.flat.grads.local.has_begun:
             self.wait_for(self._issuer.limit().finish)
-            slot.flat.grads.expect(synchronises=self._sync)
+            if slot.flat.grads.reads_ahead:
+                slot.flat.grads.expect(synchronises=self._sync)
         is_complete = reductions.take(slot, grad)
         if reductions.order is None:
             proposed = reductions.proposed_by(slot)

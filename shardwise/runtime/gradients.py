@@ -31,6 +31,10 @@ class GradMemory:
         self._frees = separate_memory(flat.device) and self.is_resident
         """Whether memory of gradients is freed when they are dropped: on a device forward can use
         it. On CPU fresh pages would cost more."""
+        beside_device = separate_memory(flat.device) and self._tier == "nvme"
+        self.reads_ahead = beside_device and not self._in_pieces
+        """Whether to ``expect`` reductions: there the program itself enqueues them, and would wait
+        for the disk before it can enqueue more compute. On CPU their lane waits."""
         self.summed: Rest | None = None
         """The summed gradient on OS's rung, in the master's dtype; made when first needed."""
         self.has_sums = False
@@ -128,13 +132,7 @@ class GradMemory:
     # --- sums ---------------------------------------------------------------------------------
 
     def expect(self, *, synchronises: bool) -> None:
-        """The first gradient of a backward arrives: starts to read what the reduction will add to.
-
-        Only beside a device: there the program itself enqueues reductions, and would wait for the
-        disk before it can enqueue more compute. On CPU their lane waits.
-        """
-        if not separate_memory(self._flat.device) or self._in_pieces:
-            return
+        """The first gradient of a backward arrives: starts to read what a reduction will add to."""
         rungs = self._flat.rungs
         if self.holds and isinstance(self.held, Stored):
             self.held.expect()
