@@ -39,20 +39,6 @@ def every() -> Iterator[Variant]:
         yield Variant(kind, what, dtype)
 
 
-def some() -> Iterator[Variant]:
-    """Each kernel and each format at least once."""
-    for kind, what in zip(KINDS, ("encode", "feedback", "decode", "add"), strict=True):
-        yield Variant(kind, what, "bf16")
-    yield Variant("int4", "sum", "bf16")
-    yield Variant("int8", "sum", "fp32")
-
-
-def each() -> Iterator[Variant]:
-    """Each format with each kernel, in one dtype or the other."""
-    for index, (kind, what) in enumerate(product(KINDS, KERNELS)):
-        yield Variant(kind, what, ("bf16", "fp32", "fp16")[index % 3])
-
-
 def other_blocks() -> Iterator[Variant]:
     """The shortest and the longest blocks: many rows per tile, and one."""
     for kind, block in product(("int8", "int4"), ("/32", "/4096")):
@@ -66,15 +52,8 @@ def double() -> Iterator[Variant]:
         yield Variant(kind, what, "fp64", "fp64")
 
 
-PLANNED: dict[str, list[Variant]] = {
-    "80": [*every(), *double()],
-    "90": [*each(), *other_blocks()],
-    "75": list(some()),
-    "100": list(some()),
-    "gfx942": list(some()),
-}
-"""By target: all on the first; the others differ in the last steps of compilation only.
-``python -m tests.wire.compiling all`` compiles all for each, which takes minutes."""
+TARGETS = ("75", "80", "90", "100", "gfx942")
+"""Compute capabilities of NVIDIA's GPUs, and an architecture of AMD's."""
 
 
 def compiled(variant: Variant, target: Any) -> Any:
@@ -146,10 +125,11 @@ def inspect(variant: Variant, ptx: str) -> None:
         assert "div.rn.f32" in ptx, f"{variant}: a division is not exact"
 
 
-def main(planned: dict[str, list[Variant]]) -> None:
+def main(targets: list[str]) -> None:
     from triton.backends.compiler import GPUTarget
 
-    for name, variants in planned.items():
+    variants = [*every(), *double(), *other_blocks()]
+    for name in targets:
         begin, amd = time.perf_counter(), name.startswith("gfx")
         target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name), 32)
         for variant in variants:
@@ -163,5 +143,4 @@ def main(planned: dict[str, list[Variant]]) -> None:
 
 
 if __name__ == "__main__":
-    everything = [*every(), *double(), *other_blocks()]
-    main(dict.fromkeys(PLANNED, everything) if sys.argv[1:] == ["all"] else PLANNED)
+    main(sys.argv[1:] or list(TARGETS))

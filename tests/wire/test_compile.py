@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.wire.compiling import TARGETS
 from tests.wire.processes import run
 
 pytestmark = pytest.mark.skipif(
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_kernels_compile_for_gpus_and_move_vectors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_for_gpus_and_move_vectors(tmp_path: Path, target: str) -> None:
     script = str(Path(__file__).with_name("compiling.py"))
-    done = run(script, folder=tmp_path)
-    assert [line.split(":")[0] for line in done.splitlines()] == ["80", "90", "75", "100", "gfx942"]
+    assert run(script, target, folder=tmp_path).startswith(f"{target}: 74 compiled")
