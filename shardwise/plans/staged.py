@@ -15,7 +15,7 @@ DISK_SCRATCH_BYTES = 32 << 20
 
 def pooled(sizes: list[int], at_once: int) -> int:
     """Bytes of a pool that lends at most ``at_once`` buffers of each size."""
-    return sum(size * min(count, at_once) for size, count in Counter(sizes).items())
+    return _bytes(_at_once(sizes, at_once))
 
 
 def on_device_bytes(units: list[Sized], *, accumulates: bool) -> int:
@@ -58,24 +58,28 @@ def beside_device_bytes(units: list[Sized], plan: Plan) -> int:
 
 
 def staging_bytes(units: list[Sized], plan: Plan, optim_words: int) -> int:
-    """Of the host: what moves between memory and a disk."""
+    """Of the host: what moves between memory and a disk.
+
+    Buffers are reused by size, and those of passes serve the update as well where sizes are equal.
+    """
     fetched = [
         unit.compute_bytes(unit.rungs.params)
         for unit in units[1:]
         if unit.rests("params", "nvme") and unit.rungs.params > 0
     ]
-    reading = pooled(fetched, max(1, 2 * plan.prefetch))
-    away = [unit for unit in units if unit.rests("grads", "nvme")]
-    largest = max((unit.sums_bytes() for unit in away if not unit.sums_in_pieces), default=0)
-    windows = max(_window(unit, plan.tiers.window_numel, optim_words) for unit in units)
+    away = [unit for unit in units if unit.rests("grads", "nvme") and not unit.sums_in_pieces]
+    summed = {unit.sums_bytes() for unit in away}
+    reading = _at_once(fetched, max(1, 2 * plan.prefetch))
+    updating = _windows(units, plan.tiers.window_numel, optim_words)
     beside = unpinned_bytes(units, plan, optim_words)
-    if windows or largest:
-        writing = max(largest, WRITES_IN_FLIGHT_BYTES)
-        return reading + largest + 2 * windows + writing + beside
+    if updating or summed:
+        moving = (reading + Counter(summed)) | updating
+        return _bytes(moving) + max(WRITES_IN_FLIGHT_BYTES, *summed, 0) + beside
     if not fetched:
         return 0
     # What is updated elsewhere comes to be written when nothing is read: in the same buffers.
-    return max(reading, max(fetched) + max(max(fetched), WRITES_IN_FLIGHT_BYTES)) + beside
+    writing = max(fetched) + max(max(fetched), WRITES_IN_FLIGHT_BYTES)
+    return max(_bytes(reading), writing) + beside
 
 
 def unpinned_bytes(units: list[Sized], plan: Plan, optim_words: int) -> int:
@@ -97,17 +101,32 @@ def _made_states(placed: Sized, window_numel: int, optim_words: int) -> int:
     return max((min(window_numel, n) for n in numels), default=0) * optim_words * 4
 
 
-def _window(placed: Sized, window_numel: int, optim_words: int) -> int:
-    """Buffers of one window for all states that rest on the disk."""
-    largest = 0
-    for flat in trained_flats(placed.unit):
-        if not updates_in_windows(placed.plan, placed.rungs, flat.dtype):
-            continue
-        numel = min(window_numel, placed.part_numel(flat, placed.rungs.optim))
-        word, copy = placed.dtype_bytes("master", flat), placed.dtype_bytes("compute", flat)
-        separate = has_master(placed.plan, placed.rungs, flat.dtype)
-        each = (optim_words + separate) * word if placed.rests("optim", "nvme") else 0
-        each += word if placed.rests("grads", "nvme") else 0
-        each += copy if placed.rests("params", "nvme") else 0
-        largest = max(largest, numel * each)
-    return largest
+def _windows(units: list[Sized], size: int, optim_words: int) -> Counter[int]:
+    """Buffers of windows for all states that rest on the disk: two windows of the same numel."""
+    found: Counter[int] = Counter()
+    windows: Counter[tuple[int, int, int, int, int]] = Counter()
+    for unit in units:
+        for flat in trained_flats(unit.unit):
+            if not updates_in_windows(unit.plan, unit.rungs, flat.dtype):
+                continue
+            separate = has_master(unit.plan, unit.rungs, flat.dtype)
+            words = (optim_words + separate) * unit.rests("optim", "nvme")
+            words += unit.rests("grads", "nvme")
+            word, copy = unit.dtype_bytes("master", flat), unit.dtype_bytes("compute", flat)
+            kind = word, words, copy, int(unit.rests("params", "nvme"))
+            full, tail = divmod(unit.part_numel(flat, unit.rungs.optim), size)
+            windows[size, *kind] += full
+            windows[tail, *kind] += 1
+    for (numel, word, words, copy, copies), count in windows.items():
+        found[numel * word] += min(count, 2) * words
+        found[numel * copy] += min(count, 2) * copies
+    return Counter({size: count for size, count in found.items() if size and count})
+
+
+def _at_once(sizes: list[int], count: int) -> Counter[int]:
+    """How many buffers of each size are lent at most."""
+    return Counter({size: min(there, count) for size, there in Counter(sizes).items()})
+
+
+def _bytes(buffers: Counter[int]) -> int:
+    return sum(size * count for size, count in buffers.items())
