@@ -23,7 +23,8 @@ OPTIONS = {
     },
     "doctor": {"--clean", "--gpu", "--json", "--model", "--output"},
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
-    "inspect": {"--json"},
+    "export": {"--dtype", "--max-file-size", "--overwrite", "--json"},
+    "inspect": {"--verify", "--json"},
     "plan": {
         "--cluster", "--model", "--ranks", "--global-batch", "--seq", "--memory", "--path", "--dtype", "--lossless",
         "--output", "--chart", "--json",
@@ -34,8 +35,8 @@ OPTIONS = {
         "--output", "--trace", "--json",
     },
     "train": {
-        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
-        "--json",
+        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--save-every", "--resume",
+        "--set", "--print-config", "--json",
     },
     "verify": {
         "--plan", "--nvme", "--model", "--levels", "--workers", "--steps", "--dtype", "--global-batch", "--accumulation",

@@ -4,6 +4,7 @@ Ranks meet after each unit, so that a failure on one is raised on all at once. T
 appears when everything of all ranks is on the disk.
 """
 
+import copy
 import os
 import zlib
 from collections.abc import Iterator
@@ -133,6 +134,7 @@ class _Saving:
             "world": self._runtime.grid.place.world,
             "setting": setting(self._runtime),
             "trained": request.trained,
+            "config": _config_of(self._runtime.model),
             "torch": torch.__version__,
         }
         if self._rank == 0:
@@ -237,6 +239,18 @@ class _Saving:
             self._file.out.close()
         if self._rank == 0:
             self.target.discard()
+
+
+def _config_of(model: Any) -> str | None:
+    """A model's configuration as its own library writes it, for an export without the model."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    if hasattr(config, "architectures"):
+        config = copy.deepcopy(config)  # the user's object is not changed
+        config.architectures = [type(model).__name__]
+    text = config.to_json_string()
+    return text if isinstance(text, str) else None
 
 
 def _of_file(chunk: Chunk, file: int) -> Chunk:
