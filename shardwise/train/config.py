@@ -118,7 +118,7 @@ class TrainConfig(_Section):
     output: str | None = None
     """Directory for metrics, checkpoints and report; by default `runs/<timestamp>`."""
     resume: str | None = None
-    """A checkpoint to go on from, or `latest`: the last one of the run in `output`, if it has one."""
+    """A checkpoint to go on from, or `latest`: the last one in `output`, if there is one."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

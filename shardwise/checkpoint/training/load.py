@@ -200,7 +200,8 @@ class _Loading:
         if not saved:
             self._wrong.append("it has no optimizer's state (load without the optimizer)")
             return
-        if (kind := self._values.get("optimizer")) != type(optimizer).__name__:
+        kind = self._values.get("optimizer")  # None: imported from where it is not said
+        if kind not in (None, type(optimizer).__name__):
             self._wrong.append(f"its optimizer is a {kind}, not a {type(optimizer).__name__}")
         listed = {name for group in saved for name in group["params"]}
         ours = set()
@@ -285,7 +286,7 @@ class _Loading:
         rank, saved = self._runtime.grid.place.rank, self._values.get("ranks") or []
         if rank < len(saved):
             ranks.restore_random(self._runtime, self._reader, saved[rank])
-        if not same_world:
+        if saved and not same_world:
             self._notes.append(
                 f"The checkpoint has the random states of {len(saved)} ranks, and "
                 f"{self._runtime.grid.place.world} are running: random numbers will differ."
