@@ -23,6 +23,7 @@ OPTIONS = {
     },
     "doctor": {"--clean", "--gpu", "--json", "--model", "--output"},
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
+    "import": {"--json"},
     "inspect": {"--json"},
     "plan": {
         "--cluster", "--model", "--ranks", "--global-batch", "--seq", "--memory", "--path", "--dtype", "--lossless",

@@ -152,12 +152,18 @@ def _shifted(box: list[tuple[int, int]], offsets: tuple[int, ...]) -> list[slice
 
 
 def _rows(lazy: LazyTensor, box: list[slice]) -> torch.Tensor:
-    """A box of a lazy tensor, of which only the rows of the first dimension are read."""
+    """A box of a lazy tensor: of the first dimension that is cut, only its rows are read."""
+    cut, begin = 0, 0
+    while cut < len(box) - 1 and box[cut].stop - box[cut].start == 1:
+        begin += box[cut].start * math.prod(lazy.shape[cut + 1 :])
+        cut += 1
     if not box:
         return lazy.full()
-    width = lazy.numel // lazy.shape[0]
-    rows = lazy.flat(box[0].start * width, box[0].stop * width)
-    return rows.view(-1, *lazy.shape[1:])[(slice(None), *box[1:])]
+    inner = lazy.shape[cut + 1 :]
+    width = math.prod(inner)
+    rows = lazy.flat(begin + box[cut].start * width, begin + box[cut].stop * width)
+    found = rows.view(-1, *inner)[(slice(None), *box[cut + 1 :])]
+    return found.reshape([part.stop - part.start for part in box])
 
 
 # --- .metadata --------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ seen by ``param_groups``; the model's tensors are those whose names the states h
 key the program put them.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from shardwise.checkpoint.foreign.contents import (
     plain_options,
 )
 from shardwise.checkpoint.foreign.dcp import DcpFolder, DcpTensor, is_dcp, read_dcp
+from shardwise.checkpoint.training.boxes import boxes
 from shardwise.core.errors import UsageError
 
 _ACCELERATE_MODEL, _ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -31,7 +31,7 @@ _GROUPS = re.compile(r"(?:(?P<prefix>.+?)\.)?param_groups(?:\.(?P<rest>.+))?")
 
 @dataclass(frozen=True)
 class Boxed:
-    """A tensor of a DCP folder, whose elements are read by rows."""
+    """A tensor of a DCP folder; an interval of its elements is a few boxes."""
 
     folder: DcpFolder
     tensor: DcpTensor
@@ -45,15 +45,13 @@ class Boxed:
         return self.tensor.dtype
 
     def flat(self, begin: int, end: int) -> torch.Tensor:
-        if begin == end:
-            return torch.empty(0, dtype=self.dtype)
-        if not self.shape:
-            return self.folder.read_box(self.tensor.name, (), ()).reshape(1)
-        width = math.prod(self.shape[1:])
-        first, last = begin // width, -(-end // width)
-        offsets = (first, *(0 for _ in self.shape[1:]))
-        rows = self.folder.read_box(self.tensor.name, offsets, (last - first, *self.shape[1:]))
-        return rows.view(-1)[begin - first * width : end - first * width]
+        found = torch.empty(end - begin, dtype=self.dtype)
+        at = 0
+        for box in boxes(self.shape, begin, end):
+            values = self.folder.read_box(self.tensor.name, box.offsets, box.sizes)
+            found[at : at + box.numel] = values.reshape(-1)
+            at += box.numel
+        return found
 
 
 def is_folders(path: Path) -> bool:

@@ -200,7 +200,8 @@ class _Loading:
         if not saved:
             self._wrong.append("it has no optimizer's state (load without the optimizer)")
             return
-        if (kind := self._values.get("optimizer")) != type(optimizer).__name__:
+        kind = self._values.get("optimizer")  # None: imported from where it is not said
+        if kind not in (None, type(optimizer).__name__):
             self._wrong.append(f"its optimizer is a {kind}, not a {type(optimizer).__name__}")
         listed = {name for group in saved for name in group["params"]}
         ours = set()
