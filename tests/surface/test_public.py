@@ -25,6 +25,7 @@ OPTIONS = {
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
     "export": {"--dtype", "--max-file-size", "--overwrite", "--json"},
     "inspect": {"--verify", "--json"},
+    "import": {"--json"},
     "plan": {
         "--cluster", "--model", "--ranks", "--global-batch", "--seq", "--memory", "--path", "--dtype", "--lossless",
         "--output", "--chart", "--json",

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.foreign.reader import ForeignReader
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.training import place, ranks
 from shardwise.checkpoint.training.contents import MODEL, OPTIM, OWN
 from shardwise.checkpoint.training.fill import fill_states, fill_weights
-from shardwise.checkpoint.training.index import Index
+from shardwise.checkpoint.training.index import INDEX_FILE, Index
 from shardwise.checkpoint.training.plain import decode
 from shardwise.checkpoint.training.read import Reader
 from shardwise.checkpoint.values import Named, named_tensors
@@ -73,10 +74,16 @@ def load_checkpoint(runtime: Runtime, request: Request) -> Resumed:
     folder = Path(str(chosen))
     opened: list[Reader] = []
     what = f"reading of '{folder}'"
-    together(control, what, _advised(folder, lambda: opened.append(Reader(folder))))
+    together(control, what, _advised(folder, lambda: opened.append(_open(folder))))
     (reader,) = opened
     with reader:
         return _Loading(runtime, request, reader).run()
+
+
+def _open(folder: Path) -> Reader:
+    if (folder / INDEX_FILE).is_file():
+        return Reader(folder)
+    return ForeignReader(folder)
 
 
 class _Loading:
