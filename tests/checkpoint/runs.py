@@ -97,8 +97,8 @@ class Run:
     def steps(self, *numbers: int) -> list[float]:
         return [self.step(number) for number in numbers]
 
-    def save(self, path, **kwargs) -> None:
-        sw.save(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)
+    def save(self, path, **kwargs):
+        return sw.save(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)
 
     def load(self, path, **kwargs) -> sw.Resumed:
         return sw.load(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)

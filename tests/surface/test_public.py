@@ -10,7 +10,7 @@ import shardwise
 from shardwise.cli.main import app
 
 NAMES = {
-    "Auto", "BudgetError", "Override", "Plan", "PlanError", "Precision", "Resumed", "ShardwiseError", "StatePlan", "SyncError",
+    "Auto", "BudgetError", "Override", "Pending", "Plan", "PlanError", "Precision", "Resumed", "ShardwiseError", "StatePlan", "SyncError",
     "TierError", "Tiers", "Tiling", "UsageError",
     "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load", "load_pretrained", "no_sync",
     "optim_state_dict", "plan", "presets", "probe", "save", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",

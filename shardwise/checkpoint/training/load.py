@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.foreign.reader import ForeignReader
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.training import place, ranks
+from shardwise.checkpoint.training.background import finish
 from shardwise.checkpoint.training.contents import MODEL, OPTIM, OWN
 from shardwise.checkpoint.training.fill import fill_states, fill_weights
 from shardwise.checkpoint.training.index import INDEX_FILE, Index
@@ -66,6 +67,7 @@ class Request:
 
 def load_checkpoint(runtime: Runtime, request: Request) -> Resumed:
     """Read a checkpoint; all ranks raise the errors of any."""
+    finish(runtime)
     control, rank = runtime.grid.control, runtime.grid.place.rank
     found: list[Path] = []
     first = lambda: found.append(place.find(request.path).resolve())  # noqa: E731
