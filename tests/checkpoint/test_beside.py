@@ -28,7 +28,7 @@ class Slow:
     def __call__(self, *args) -> int:
         if threading.current_thread() is not self.main:
             self.threads.add(threading.current_thread().name)
-            time.sleep(0.02)
+            time.sleep(0.004)
             if self.fails:
                 raise OSError(errno.ENOSPC, "No space left on device")
         return self.write(*args)

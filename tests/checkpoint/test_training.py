@@ -95,24 +95,25 @@ def misfits(root: str) -> None:
     before = other.values()
     message = refusal(lambda: sw.load(path, other.model))
     for part in (
-        "missing in it: 'head.weight', 'head.bias'",
+        "missing in it: 'head.bias'",
         "'position.weight'",
         "'blocks.2.up.bias'",
     ):
         assert part in message, message
     message = refusal(lambda: other.load(path))
-    assert "its optimizer does not have 'head.bias', 'head.weight'" in message, message
+    assert "its optimizer does not have 'head.weight'" in message, message
     wide = Run(plan_of("zero3"), kind=TinyGPT, dim=32)
     message = refusal(lambda: wide.load(path, strict=False))
     assert "'embed.weight' has shape [37, 24] instead of [37, 32]" in message, message
     assert "missing" not in message
     assert_equal(other.values(), before)
     found = sw.load(path, other.model, strict=False)
-    assert set(found.missing) == {"head.weight", "head.bias"}
+    assert found.missing == ("head.bias",)
     assert "position.weight" in found.unexpected
     after, saved = other.values(), run.values()
     assert torch.equal(after["False.blocks.0.up.weight"], saved["False.blocks.0.up.weight"])
-    assert torch.equal(after["False.head.weight"], before["False.head.weight"])
+    assert torch.equal(after["False.head.bias"], before["False.head.bias"])
+    assert torch.equal(after["False.head.weight"], saved["False.embed.weight"])
     plain = sw.shard(make(TinyGPT), plan=plan_of("zero3"))
     sw.save(Path(root) / "weights", plain)
     message = refusal(lambda: run.load(Path(root) / "weights"))
@@ -150,8 +151,8 @@ class TestMisfits:
     def test_all_are_listed(self, two: Workers, tmp_path: Path) -> None:
         two.run(misfits, str(tmp_path))
 
-    def test_another_plan_drops_feedback(self, two: Workers, tmp_path: Path) -> None:
-        two.run(other_setting, str(tmp_path))
+    def test_another_plan_drops_feedback(self, four: Workers, tmp_path: Path) -> None:
+        four.run(other_setting, str(tmp_path))
 
 
 # --- damage -----------------------------------------------------------------------------------
@@ -176,6 +177,7 @@ def damaged(root: str) -> None:
     name = "optim.state.blocks.0.up.weight.exp_avg"
     chunk = index.tensors[name].chunks[0]
     file = last / index.files[chunk.file].name
+    dist.barrier()
     on_rank_0(lambda: flip(file, chunk.data + 8, 3))
     message = refusal(lambda: run.load(root))
     assert f"'{file}' is damaged between bytes {chunk.data} and" in message, message
@@ -298,7 +300,7 @@ class TestDamage:
 
     def test_of_every_byte_is_found(self, one: Workers, tmp_path: Path) -> None:
         one.run(save_small, str(tmp_path))
-        assert every_flip(str(tmp_path), 13) > 1000
+        assert every_flip(str(tmp_path), 41) > 1000
 
     def test_cannot_execute_or_leave_the_folder(self, one: Workers, tmp_path: Path) -> None:
         one.run(hostile, str(tmp_path))

@@ -97,6 +97,8 @@ class _Loading:
         self._tensors = named_tensors(runtime)
         self._saved_names: dict[int, str] = {}
         """What each parameter is called in the checkpoint, by its id."""
+        self._names = {id(tensor.tensor): tensor.name for tensor in self._tensors}
+        """The same, or its own name if the checkpoint does not have it."""
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
@@ -184,7 +186,8 @@ class _Loading:
                 if is_trained or not trained_only:
                     self._missing.append(tensor.name)
                 continue
-            self._saved_names[id(tensor.tensor)] = saved.removeprefix(f"{MODEL}.")
+            name = self._saved_names[id(tensor.tensor)] = saved.removeprefix(f"{MODEL}.")
+            self._names[id(tensor.tensor)] = name
             self._check(tensor, saved)
         for name in (*index.tensors, *index.aliases):
             if name.startswith(f"{MODEL}.") and name not in known:
@@ -215,7 +218,7 @@ class _Loading:
         listed = {name for group in saved for name in group["params"]}
         ours = set()
         for group in optimizer.param_groups:
-            ours |= {self._saved_names.get(id(p), "") for p in group["params"]} - {""}
+            ours |= {self._names.get(id(p), "") for p in group["params"]} - {""}
         if absent := sorted(ours - listed):
             self._wrong.append(f"its optimizer does not have {_list(absent)}")
         if absent := sorted(listed - ours):
@@ -277,7 +280,7 @@ class _Loading:
     def _options(self, optimizer: Optimizer) -> None:
         saved = {name: group for group in self._values["groups"] for name in group["params"]}
         for group in optimizer.param_groups:
-            names = [self._saved_names.get(id(p), "") for p in group["params"]]
+            names = [self._names.get(id(p), "") for p in group["params"]]
             sources = {id(saved[name]): saved[name] for name in names if name in saved}
             options = [
                 {key: value for key, value in source.items() if key != "params"}
