@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import shardwise as sw
 from shardwise.checkpoint.training.boxes import boxes, pieces, runs
 from tests.checkpoint.runs import Model, Run, assert_equal, plan_of
 from tests.harness import Workers
@@ -188,10 +189,18 @@ def test_runs_of_any_box(shape: tuple[int, ...], data: st.DataObject) -> None:
 # --- FSDP2 ------------------------------------------------------------------------------------
 
 
+class NoScalar(Quiet):
+    """FSDP2 shards no scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+
 def fsdp_model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import fully_shard
 
-    model = make(Quiet, seed=seed)
+    model = make(NoScalar, seed=seed)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -217,7 +226,7 @@ def fsdp_steps(model: torch.nn.Module, optimizer, *numbers: int) -> list[float]:
 def fsdp_reads(root: str, names: list[str]) -> None:
     """FSDP2 reads our checkpoints with torch's own loader, and goes on with our losses."""
     for name in names:
-        run = Run(plan_of(name, root), kind=Quiet)
+        run = Run(plan_of(name, root), kind=NoScalar)
         run.steps(0, 1)
         folder = Path(root) / name
         run.save(folder)
@@ -236,6 +245,39 @@ def fsdp_reads(root: str, names: list[str]) -> None:
             assert abs(one - other) < TOLERANCE, (name, losses, expected)
 
 
+def fsdp_is_read(root: str, names: list[str]) -> None:
+    """We read what FSDP2 saved, as it is, and go on with its losses."""
+    model, optimizer = fsdp_model(seed=0)
+    fsdp_steps(model, optimizer, 0, 1)
+    for flat in (False, True):
+        folder = Path(root) / f"fsdp-{flat}"
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        state = {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        dcp.save(state, checkpoint_id=str(folder))
+    expected = fsdp_steps(model, optimizer, 2, 3)
+    for name in names:
+        for flat in (False, True):
+            run = Run(plan_of(name, root), kind=NoScalar, seed=4)
+            found = sw.load(Path(root) / f"fsdp-{flat}", run.model, run.optimizer)
+            assert (found.step, found.world, found.notes) == (None, 0, ())
+            assert run.optimizer.param_groups[0]["lr"] == lr_at(1)
+            losses = []
+            for step in (2, 3):
+                for group in run.optimizer.param_groups:
+                    group["lr"] = lr_at(step)
+                run.scheduler.step = lambda: None
+                losses.append(run.step(step))
+            for one, other in zip(losses, expected, strict=True):
+                assert abs(one - other) < TOLERANCE, (name, losses, expected)
+            run.end()
+
+
 class TestFsdp:
     def test_reads_ours(self, two: Workers, tmp_path: Path) -> None:
         two.run(fsdp_reads, str(tmp_path), ["zero1", "tiled"])
+
+    def test_is_read(self, two: Workers, tmp_path: Path) -> None:
+        two.run(fsdp_is_read, str(tmp_path), ["amsp", "infinity"])

@@ -22,7 +22,15 @@ _controls: "WeakKeyDictionary[Runtime, Control]" = WeakKeyDictionary()
 
 
 class Pending:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written; what ``save(asynchronous=True)`` returns.
+
+    >>> import tempfile, torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> pending = sw.save(f"{tempfile.mkdtemp()}/step-1", model, asynchronous=True)
+    >>> pending.wait()
+    >>> pending.path.endswith("step-1")
+    True
+    """
 
     def __init__(
         self,
@@ -47,12 +55,7 @@ class Pending:
 
     def wait(self) -> None:
         """Return when the checkpoint is on the disk, or raise why it is not; call it on all ranks
-        before the program ends.
-
-        >>> import tempfile, torch, shardwise as sw
-        >>> model = sw.shard(torch.nn.Linear(4, 2))
-        >>> sw.save(f"{tempfile.mkdtemp()}/weights", model, asynchronous=True).wait()
-        """
+        before the program ends."""
         self._thread.join()
         self._end()
 

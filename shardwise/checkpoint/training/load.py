@@ -32,7 +32,16 @@ from shardwise.runtime.surface import grads
 
 @dataclass(frozen=True)
 class Resumed:
-    """What ``load`` found in a checkpoint beside the model and the optimizer."""
+    """What ``load`` found in a checkpoint beside the model and the optimizer.
+
+    >>> import tempfile, torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> folder = tempfile.mkdtemp()
+    >>> sw.save(f"{folder}/step-3", model, step=3)
+    >>> found = sw.load(folder, model)
+    >>> found.step, found.world
+    (3, 1)
+    """
 
     path: str
     """The folder that was read."""
