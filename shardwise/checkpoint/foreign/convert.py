@@ -1,6 +1,5 @@
 """Writes what a checkpoint of others has as one of ours, streamed, in one process."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from shardwise.checkpoint.training.index import (
 from shardwise.checkpoint.training.place import Target
 from shardwise.checkpoint.training.plain import encode
 from shardwise.checkpoint.training.write import RankFile, blob_bytes
+from shardwise.core.checksum import crc32
 from shardwise.core.errors import UsageError
 
 _OF_A_PROGRAM = {"foreach", "fused", "capturable", "differentiable", "bias_correction", "params"}
@@ -159,7 +159,7 @@ class _Writing:
             chunks: list[Chunk] = file.chunks.get(name, [])
             index.tensors[name] = Tensor(dtype, shape, tuple(chunks))
         metadata = dcp.metadata_bytes(index, objects)
-        index.extents.append(Extent(METADATA_FILE, 0, len(metadata), zlib.crc32(metadata)))
+        index.extents.append(Extent(METADATA_FILE, 0, len(metadata), crc32(metadata)))
         for name, data in ((METADATA_FILE, metadata), (INDEX_FILE, index.to_bytes())):
             path = self._target.staging / name
             path.write_bytes(data)

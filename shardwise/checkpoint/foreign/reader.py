@@ -1,6 +1,5 @@
 """A DCP folder of others, as ``sw.load`` reads checkpoints: by intervals, without a conversion."""
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from shardwise.checkpoint.foreign.folders import read_folders
 from shardwise.checkpoint.training.index import Index, Tensor
 from shardwise.checkpoint.training.plain import encode
 from shardwise.checkpoint.training.read import Reader
+from shardwise.core.checksum import crc32
 
 MODEL, OPTIM = "model", "optim.state"
 
@@ -41,7 +41,7 @@ class ForeignReader(Reader):
             "world": 0,
             "ranks": [],
         }
-        self.index.digest = zlib.crc32((folder / METADATA_FILE).read_bytes())
+        self.index.digest = crc32((folder / METADATA_FILE).read_bytes())
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         source = self._sources[self.index.aliases.get(name, name)]

@@ -10,7 +10,6 @@ import math
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ import torch
 
 from shardwise.checkpoint.foreign.names import PLAIN, STORAGE_DTYPES, UNTYPED_STORAGE
 from shardwise.checkpoint.foreign.pickles import MAX_PICKLE_BYTES, Allowed, Maker, Named, loads
+from shardwise.core.checksum import crc32
 from shardwise.core.errors import UsageError
 
 PIECE_BYTES = 1 << 22
@@ -130,7 +130,7 @@ class TorchFile:
         crc, at = 0, 0
         while at < record.num_bytes:
             piece = self.window.read(record.begin + at, min(PIECE_BYTES, record.num_bytes - at))
-            crc, at = zlib.crc32(piece, crc), at + len(piece)
+            crc, at = crc32(piece, crc), at + len(piece)
             yield len(piece)
         if crc != record.crc and self.has_checksums:
             raise UsageError(

@@ -7,8 +7,9 @@ torch: the pickle is written opcode by opcode.
 """
 
 import struct
-import zlib
 from dataclasses import dataclass
+
+from shardwise.core.checksum import crc32
 
 ALIGN = 64
 """Blobs and their data begin at multiples of this."""
@@ -65,7 +66,7 @@ def _head(dtype: str, sizes: tuple[int, ...], item_bytes: int) -> tuple[bytes, l
         ("byteorder", b"little"),
         ("version", b"3\n"),
     ):
-        entry = _Entry(_NAME + name, zlib.crc32(content), len(content), len(out))
+        entry = _Entry(_NAME + name, crc32(content), len(content), len(out))
         entries.append(entry)
         out += _local(entry, b"") + content
     entry = _Entry(_DATA, 0, 0, len(out), _LATE)

@@ -4,8 +4,9 @@ CRC that the zip needs.
 A reader that wants a part of a chunk reads and checks whole blocks only. Imports no torch.
 """
 
-import zlib
 from functools import cache
+
+from shardwise.core.checksum import crc32
 
 _SMALLEST, _LARGEST = 1 << 12, 1 << 20
 _BLOCKS = 128
@@ -31,7 +32,7 @@ def num_blocks(nbytes: int) -> int:
 def combined(first: int, second: int, second_bytes: int) -> int:
     """The CRC-32 of two runs of bytes, one after the other, from those of each.
 
-    >>> combined(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
+    >>> combined(crc32(b"ab"), crc32(b"cde"), 3) == crc32(b"abcde")
     True
     """
     for power, matrix in enumerate(_powers() if first else ()):
@@ -51,7 +52,7 @@ def _times(matrix: tuple[int, ...], vector: int) -> int:
 
 @cache
 def _powers() -> list[tuple[int, ...]]:
-    """What appending 1, 2, 4, ... zero bytes does to a CRC, as matrices over two elements."""
+    """``_appended`` of 1, 2, 4, ... bytes."""
     matrix = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
     found = []
     for bits in range(43):
@@ -74,7 +75,7 @@ class Blocks:
     def feed(self, data: memoryview) -> None:
         while data:
             part = data[: self._left]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self._left -= len(part)
             data = data[len(part) :]
             if not self._left:

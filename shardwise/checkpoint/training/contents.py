@@ -6,6 +6,7 @@ master weights where there are any. P is written as well only where it cannot be
 after lossy refreshes.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from shardwise.runtime.flat import Flat
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.unit import Unit
-from shardwise.tier.rest import Resident, Rest
+from shardwise.tier.rest import Loan, Resident, Rest
 from shardwise.tier.staging import Staging
 
 MODEL, OPTIM, COMPUTE, OWN = "model", "optim.state", "compute", "shardwise"
@@ -44,15 +45,24 @@ class Piece:
     """Where the interval begins in ``rest``."""
 
     def data(self, staging: Staging) -> Iterator[memoryview]:
-        """Its bytes, window by window; each is valid until the next is asked for."""
+        """Its bytes, window by window; each is valid until the next is asked for, and the next one
+        is on its way meanwhile."""
+        loans: deque[Loan] = deque()
         step = max(1, WINDOW_BYTES // self.rest.dtype.itemsize)
         end = self.at + self.stop - self.start
-        for begin in range(self.at, end, step):
-            loan = self.rest.lend(begin, min(begin + step, end))
-            if separate_memory(loan.tensor.device):
-                loan = staging.fetch(loan)
-            yield bytes_of(loan.arrived())
-            loan.give_back(changed=False)
+        try:
+            for begin in range(self.at, end, step):
+                loan = self.rest.lend(begin, min(begin + step, end))
+                on_device = separate_memory(loan.tensor.device)
+                loans.append(staging.fetch(loan) if on_device else loan)
+                if len(loans) > 1:
+                    yield bytes_of(loans[0].arrived())
+                    loans.popleft().give_back(changed=False)
+            if loans:
+                yield bytes_of(loans[0].arrived())
+        finally:
+            for loan in loans:
+                loan.give_back(changed=False)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -11,13 +11,13 @@ shardwise.json   this index: tensors and their boxes, values, the sizes and chec
 """
 
 import json
-import zlib
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.training.checksums import num_blocks
+from shardwise.core.checksum import crc32
 from shardwise.core.errors import UsageError
 from shardwise.core.layout import DTYPE_BYTES
 
@@ -135,7 +135,7 @@ class Index:
             index = _parse(json.loads(encoded))
         except (LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
-        index.digest = zlib.crc32(encoded)
+        index.digest = crc32(encoded)
         return index
 
 
@@ -168,7 +168,7 @@ def _first_line(encoded: bytes) -> bytes:
         "format": FORMAT,
         "version": VERSION,
         "bytes": len(encoded),
-        "crc32": f"{zlib.crc32(encoded):08x}",
+        "crc32": f"{crc32(encoded):08x}",
     }
     return json.dumps(fields).encode() + b"\n"
 

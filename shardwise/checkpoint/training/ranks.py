@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ import torch
 from shardwise.checkpoint.training.contents import MODEL, Contents, Piece, bytes_of, small
 from shardwise.checkpoint.training.read import Reader
 from shardwise.checkpoint.values import Named
+from shardwise.core.checksum import crc32
 from shardwise.device.abilities import random_states, set_random_states
 from shardwise.plans.file import dump_plan
 from shardwise.plans.plan import Tiers

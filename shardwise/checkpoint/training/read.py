@@ -2,7 +2,6 @@
 
 import os
 import struct
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from shardwise.checkpoint.training.checksums import block_bytes, num_blocks
 from shardwise.checkpoint.training.index import Chunk, Index, Tensor, read_index
+from shardwise.core.checksum import crc32
 from shardwise.core.errors import UsageError
 
 _OPEN_FILES = 64
@@ -93,7 +93,7 @@ class Reader:
         self.bytes_read += len(data)
         checks = self._checks(chunk, total, first, last + 1)
         for number, expected in enumerate(checks):
-            if zlib.crc32(data[number * size : (number + 1) * size]) != expected:
+            if crc32(data[number * size : (number + 1) * size]) != expected:
                 at = chunk.data + origin + number * size
                 raise DamagedError(
                     f"'{self.folder / self.index.files[chunk.file].name}' is damaged between bytes "
@@ -108,7 +108,7 @@ class Reader:
         if table is None:
             data = bytearray(file.num_bytes - file.table)
             self._fill(chunk.file, file.table, memoryview(data))
-            if zlib.crc32(data) != file.table_crc:
+            if crc32(data) != file.table_crc:
                 raise DamagedError(
                     f"'{self.folder / file.name}' is damaged: its table of checksums, from byte "
                     f"{file.table} on, is not the one that was saved."

@@ -6,7 +6,6 @@ appears when everything of all ranks is on the disk.
 
 import copy
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from shardwise.checkpoint.training.plain import encode
 from shardwise.checkpoint.training.ranks import own_pieces, own_values, setting
 from shardwise.checkpoint.training.write import RankFile, blob_bytes
 from shardwise.comm.control import Control
+from shardwise.core.checksum import crc32
 from shardwise.core.errors import UsageError
 from shardwise.device.abilities import separate_memory
 from shardwise.plans.file import dump_plan
@@ -261,7 +261,7 @@ class _Saving:
         }
         folder = self.target.staging
         metadata = dcp.metadata_bytes(index, objects)
-        index.extents.append(Extent(METADATA_FILE, 0, len(metadata), zlib.crc32(metadata)))
+        index.extents.append(Extent(METADATA_FILE, 0, len(metadata), crc32(metadata)))
         _write_whole(folder / METADATA_FILE, metadata)
         _write_whole(folder / INDEX_FILE, index.to_bytes())
         self.target.publish()

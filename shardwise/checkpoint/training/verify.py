@@ -5,7 +5,6 @@ follows from dtypes, shapes and checksums alone, and is made anew. Imports no to
 """
 
 import struct
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import RawIOBase
@@ -15,6 +14,7 @@ from shardwise.checkpoint.training.blob import head, tail
 from shardwise.checkpoint.training.boxes import box_of
 from shardwise.checkpoint.training.checksums import block_bytes, combined, num_blocks
 from shardwise.checkpoint.training.index import INDEX_FILE, Chunk, Extent, Index, Tensor, read_index
+from shardwise.core.checksum import crc32
 from shardwise.core.errors import UsageError
 
 Progress = Callable[[int], None]
@@ -61,7 +61,7 @@ def _faults_of_extent(path: Path, extent: Extent, progress: Progress) -> list[st
     except OSError as error:
         return [f"'{path}' cannot be read: {error.strerror}."]
     progress(len(data))
-    if len(data) != extent.num_bytes or zlib.crc32(data) != extent.crc:
+    if len(data) != extent.num_bytes or crc32(data) != extent.crc:
         return [f"'{path}' is damaged."]
     return []
 
@@ -72,7 +72,7 @@ def _faults_of_file(path: Path, index: Index, number: int, progress: Progress) -
         with path.open("rb", buffering=0) as opened:
             opened.seek(file.table)
             table = _read(opened, file.num_bytes - file.table)
-            if zlib.crc32(table) != file.table_crc:
+            if crc32(table) != file.table_crc:
                 return [f"'{path}' is damaged: its table of checksums is not the one saved."]
             progress(len(table))
             opened.seek(0)
@@ -116,7 +116,7 @@ def _compare(
         if part.chunk is not None and part.tensor is not None:
             yield from _compare_chunk(opened, part, part.chunk, part.tensor, table)
         elif part.extent is not None:
-            crc = zlib.crc32(_read(opened, part.extent.num_bytes))
+            crc = crc32(_read(opened, part.extent.num_bytes))
             if crc != part.extent.crc:
                 yield part.begin, part.end, part.what
         progress(part.end - part.begin if part.chunk or part.extent else 0)
@@ -134,7 +134,7 @@ def _compare_chunk(
     checks = struct.unpack_from(f"<{num_blocks(total)}I", table, 4 * chunk.first_check)
     for number, expected in enumerate(checks):
         begin, end = number * size, min(total, (number + 1) * size)
-        if zlib.crc32(_read(opened, end - begin)) != expected:
+        if crc32(_read(opened, end - begin)) != expected:
             yield chunk.data + begin, chunk.data + end, part.what
         whole = combined(whole, expected, end - begin)
     after = tail(tensor.dtype, box.sizes, item, whole)
