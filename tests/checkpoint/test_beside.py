@@ -18,17 +18,17 @@ from tests.harness import Workers
 
 
 class Slow:
-    """Writes that wait in other threads, so that training overtakes them."""
+    """Writes that wait, so that training overtakes them."""
 
     def __init__(self) -> None:
-        self.write, self.main = os.write, threading.current_thread()
+        self.write, self.main = os.pwrite, threading.current_thread()
         self.threads: set[str] = set()
         self.fails = False
 
     def __call__(self, *args) -> int:
         if threading.current_thread() is not self.main:
-            self.threads.add(threading.current_thread().name)
-            time.sleep(0.004)
+            self.threads.add(threading.current_thread().name.partition("_")[0])
+            time.sleep(0.2)
             if self.fails:
                 raise OSError(errno.ENOSPC, "No space left on device")
         return self.write(*args)
@@ -43,11 +43,11 @@ def beside(root: str, names: list[str]) -> None:
         values, losses = run.values(), run.steps(2, 3)
         run.load(Path(root) / name)
         slow = Slow()
-        with mock.patch("os.write", slow):
+        with mock.patch("os.pwrite", slow):
             pending = run.save(Path(root) / f"{name}-beside", step=2, asynchronous=True)
             assert run.steps(2, 3) == losses, name
             pending.wait()
-        assert slow.threads == {"shardwise-save"}
+        assert slow.threads == {"shardwise-checkpoint"}
         assert faults(Path(root) / f"{name}-beside") == []
         again = Run(plan_of(name, root), seed=1)
         again.load(Path(root) / f"{name}-beside")
@@ -66,7 +66,7 @@ def told(root: str) -> None:
     run.load(Path(root) / "step-1")
     slow = Slow()
     slow.fails = dist.get_rank() == 1
-    with mock.patch("os.write", slow):
+    with mock.patch("os.pwrite", slow):
         pending = run.save(Path(root) / "step-2", asynchronous=True)
         pending._thread.join()
         message = refusal(lambda: run.step(1))
@@ -79,7 +79,7 @@ def told(root: str) -> None:
     run.load(Path(root) / "step-1")  # the step that raised had drawn random numbers
     assert run.steps(1, 2) == expected[:2]
     slow.fails = dist.get_rank() == 0
-    with mock.patch("os.write", slow):
+    with mock.patch("os.pwrite", slow):
         run.save(Path(root) / "step-3", asynchronous=True)
         message = refusal(lambda: run.save(Path(root) / "step-3"))
     assert "step-3' could not be saved" in message
