@@ -8,6 +8,7 @@ torch: the pickle is written opcode by opcode.
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.core.checksum import crc32
 
@@ -59,6 +60,7 @@ def tail(dtype: str, sizes: tuple[int, ...], item_bytes: int, crc: int) -> bytes
     return after + directory + end
 
 
+@lru_cache(4096)  # layers have the same shapes
 def _head(dtype: str, sizes: tuple[int, ...], item_bytes: int) -> tuple[bytes, list[_Entry]]:
     out, entries = b"", []
     for name, content in (

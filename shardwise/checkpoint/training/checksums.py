@@ -35,10 +35,25 @@ def combined(first: int, second: int, second_bytes: int) -> int:
     >>> combined(crc32(b"ab"), crc32(b"cde"), 3) == crc32(b"abcde")
     True
     """
-    for power, matrix in enumerate(_powers() if first else ()):
-        if second_bytes >> power & 1:
-            first = _times(matrix, first)
+    power = 0
+    while second_bytes and first:
+        if second_bytes & 1:
+            a, b, c, d = _tables(power)
+            first = (
+                a[first & 255] ^ b[first >> 8 & 255] ^ c[first >> 16 & 255] ^ d[first >> 24]
+            )  # fmt: skip
+        second_bytes >>= 1
+        power += 1
     return first ^ second
+
+
+@cache
+def _tables(power: int) -> tuple[tuple[int, ...], ...]:
+    """The product of ``_powers()[power]`` with each value of each byte of a CRC."""
+    matrix = _powers()[power]
+    return tuple(
+        tuple(_times(matrix, byte << shift) for byte in range(256)) for shift in (0, 8, 16, 24)
+    )
 
 
 def _times(matrix: tuple[int, ...], vector: int) -> int:
@@ -52,7 +67,7 @@ def _times(matrix: tuple[int, ...], vector: int) -> int:
 
 @cache
 def _powers() -> list[tuple[int, ...]]:
-    """``_appended`` of 1, 2, 4, ... bytes."""
+    """What appending 1, 2, 4, ... zero bytes does to a CRC, as matrices over two elements."""
     matrix = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
     found = []
     for bits in range(43):

@@ -1,5 +1,6 @@
 """Fills this rank's shards from a checkpoint, window by window, on whatever tier they rest."""
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -23,6 +24,8 @@ Target = tuple[Rest, Interval]
 """A shard, and the elements of the flat that it has."""
 Values = dict[str, dict[str, object]]
 Keys = dict[str, set[str]]
+_AHEAD = 2
+"""Windows that the system reads meanwhile."""
 _PAUSE_BYTES = 1 << 24
 """How much may be on its way to a disk at once."""
 
@@ -112,9 +115,22 @@ class Filler:
             places = [slot.spec.interval.intersect(place) for slot in slots]
         step = max(1, WINDOW_BYTES // max(rest.dtype.itemsize for rest, _ in targets))
         for at in places:
+            coming: deque[Interval] = deque()
             for start in range(at.start, at.stop, step):
-                window = Interval(start, min(start + step, at.stop))
+                coming.append(Interval(start, min(start + step, at.stop)))
+                self._expect(slots, name_of, coming[-1])
+                if len(coming) > _AHEAD:
+                    self._fill_window(flat.staging, targets, slots, name_of, coming.popleft())
+            for window in coming:
                 self._fill_window(flat.staging, targets, slots, name_of, window)
+
+    def _expect(self, slots: list[ParamSlot], name_of: Name, window: Interval) -> None:
+        """Let the system begin to read a window."""
+        for slot in slots:
+            common = slot.spec.interval.intersect(window)
+            if common.numel:
+                first = slot.start - slot.spec.interval.start
+                self._reader.expect(name_of(slot), common.start + first, common.stop + first)
 
     def _fill_window(
         self,

@@ -4,6 +4,7 @@ import os
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,20 +58,26 @@ class Reader:
         self.read(name, 0, out.view(-1))
         return out
 
+    def expect(self, name: str, start: int, stop: int) -> None:
+        """Ask the system to read elements that will be read soon."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        tensor = self.index.find(name)
+        assert tensor is not None, name
+        for chunk, begin, end in _runs(tensor, start, stop):
+            os.posix_fadvise(
+                self._open(chunk.file), chunk.data + begin, end - begin, os.POSIX_FADV_WILLNEED
+            )
+
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill a contiguous CPU tensor of the saved dtype with elements from ``start`` on."""
         tensor = self.index.find(name)
         assert tensor is not None, name
         assert str(out.dtype) == f"torch.{tensor.dtype}", name
         target = out.view(torch.uint8).numpy().data if out.numel() else memoryview(b"")
-        stop = start + out.numel()
-        place = bisect_right(tensor.chunks, start, key=lambda chunk: chunk.start) - 1
-        while start < stop:
-            chunk = tensor.chunks[place]
-            end = min(stop, chunk.stop)
-            begin, nbytes = start - chunk.start, (end - start) * tensor.item_bytes
-            self._read(name, tensor, chunk, begin * tensor.item_bytes, target[:nbytes])
-            target, start, place = target[nbytes:], end, place + 1
+        for chunk, begin, end in _runs(tensor, start, start + out.numel()):
+            self._read(name, tensor, chunk, begin, target[: end - begin])
+            target = target[end - begin :]
 
     def _read(
         self, name: str, tensor: Tensor, chunk: Chunk, begin: int, target: memoryview
@@ -139,3 +146,14 @@ class Reader:
             path = self.folder / self.index.files[number].name
             self._files[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         return self._files[number]
+
+
+def _runs(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
+    """The chunks that have the elements of an interval, with the bytes of each."""
+    place = bisect_right(tensor.chunks, start, key=lambda chunk: chunk.start) - 1
+    while start < stop:
+        chunk = tensor.chunks[place]
+        end = min(stop, chunk.stop)
+        item = tensor.item_bytes
+        yield chunk, (start - chunk.start) * item, (end - chunk.start) * item
+        start, place = end, place + 1
