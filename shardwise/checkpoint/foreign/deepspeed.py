@@ -1,9 +1,9 @@
 """Checkpoints of DeepSpeed's ZeRO-1, 2 and 3: which elements of which file make up a parameter.
 
-Written from the layout that DeepSpeed documents in ``zero_to_fp32.py``, which every checkpoint
-carries. ``latest`` names a folder. In it, a rank's ``*_optim_states.pt`` has its part of flat fp32
-master weights and of the base optimizer's states, and ``*_model_states.pt`` has names, shapes and
-their order, buffers, and parameters that were not trained.
+``zero_to_fp32.py``, which DeepSpeed puts beside every checkpoint, documents the layout. ``latest``
+names a folder. In it, a rank's ``*_optim_states.pt`` has its part of flat fp32 master weights and
+of the base optimizer's states, and ``*_model_states.pt`` has names, shapes and their order,
+buffers, and parameters that were not trained.
 
 - ZeRO-1 and 2: each parameter group is one flat tensor, padded at its end and cut into equal parts.
 - ZeRO-3: each parameter is padded at its end and cut into equal parts; a rank's parts of a subgroup
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from shardwise.checkpoint.foreign.contents import (
     plain_options,
 )
 from shardwise.checkpoint.foreign.dcp import inside
-from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window
+from shardwise.checkpoint.foreign.pickles import shown
+from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window, is_size
 from shardwise.core.errors import UsageError
 
 LATEST_FILE = "latest"
@@ -38,6 +40,7 @@ _OPTIM = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
 _OTHERS = re.compile(r"(layer_\d+.*|expp_rank_\d+.*)_states\.pt")
+_MASTER = "master weights"
 _PADDING = 2
 """ZeRO-1 and 2 pad a group to a multiple of twice the number of ranks."""
 _KNOWN = {
@@ -70,8 +73,8 @@ def _tagged(path: Path) -> Path:
     folder = inside(path, tag)
     if not folder.is_dir():
         raise UsageError(
-            f"'{path / LATEST_FILE}' names '{tag}', which is no folder beside it; give the folder "
-            "of a checkpoint itself."
+            f"'{path / LATEST_FILE}' names '{shown(tag)}', which is no folder beside it; give the "
+            "folder of a checkpoint itself."
         )
     return folder
 
@@ -179,15 +182,13 @@ class _Reading:
             ("*_optim_states.pt", self.files.optims, world),
             ("*_model_states.pt", self.files.models, world if self.is_sharded else 1),
         ):
-            missing = sorted(set(range(wanted)) - found.keys())
-            surplus = sorted(found.keys() - set(range(wanted)))
+            missing = list(islice((rank for rank in range(wanted) if rank not in found), 5))
+            surplus = sorted(rank for rank in found if rank >= wanted)[:5]
             if missing or surplus:
-                which = (
-                    f"lacks those of ranks {missing[:5]}" if missing else f"also has {surplus[:5]}"
-                )
+                which = f"lacks those of {missing}" if missing else f"also has {surplus}"
                 raise UsageError(
-                    f"'{self.files.folder}' was saved by {world} ranks, but of its files '{kind}' "
-                    f"it {which}; copy the whole folder of one checkpoint."
+                    f"'{self.files.folder}' was saved by {world} ranks, but of files '{kind}' it "
+                    f"{which}; copy the whole folder of one checkpoint."
                 )
         return world
 
@@ -230,17 +231,11 @@ class _Reading:
 
     def _flat(self) -> Iterator[ForeignTensor]:
         if any(len(rank.masters) != len(self._shapes) for rank in self.ranks):
-            raise _damaged(
-                self.model, f"it has {len(self._shapes)} groups, other files have others"
-            )
+            raise _damaged(self.model, "it has other parameter groups than the optimizer's files")
         for group, shapes in enumerate(self._shapes):
-            masters = [rank.masters[group] for rank in self.ranks]
-            states = {
-                key: [found[group] for found in tensors]
-                for key, tensors in self._state_tensors.items()
-            }
+            flats = {key: [found[group] for found in ranks] for key, ranks in self._sources.items()}
             used = sum(map(math.prod, shapes.values()))
-            total = sum(master.numel for master in masters)
+            total = sum(master.numel for master in flats[_MASTER])
             if not used <= total < used + _PADDING * self.world:
                 raise _damaged(
                     self.model,
@@ -248,33 +243,19 @@ class _Reading:
                 )
             at = 0
             for name, shape in shapes.items():
-                yield self._tensor(
-                    name,
-                    group,
-                    self._joined(name, shape, cut(masters, at, math.prod(shape))),
-                    {
-                        key: self._joined(name, shape, cut(sources, at, math.prod(shape)))
-                        for key, sources in states.items()
-                    },
-                )
-                at += math.prod(shape)
+                numel = math.prod(shape)
+                pieces = {key: cut(sources, at, numel) for key, sources in flats.items()}
+                yield self._tensor(name, group, shape, pieces)
+                at += numel
 
     # --- ZeRO-3 ---
 
     def _sharded(self) -> Iterator[ForeignTensor]:
-        states, at = self._state_tensors, 0
-        masters = [rank.masters for rank in self.ranks]
+        at = 0
         for place, shapes in enumerate(self._shapes):
             for name, shape in shapes.items():
-                yield self._tensor(
-                    name,
-                    place,
-                    self._joined(name, shape, self._parts(masters, at, shape)),
-                    {
-                        key: self._joined(name, shape, self._parts(sources, at, shape))
-                        for key, sources in states.items()
-                    },
-                )
+                pieces = {k: self._parts(ranks, at, shape) for k, ranks in self._sources.items()}
+                yield self._tensor(name, place, shape, pieces)
                 at += -(-math.prod(shape) // self.world)
         for rank in self.ranks:
             total = sum(master.numel for master in rank.masters)
@@ -303,22 +284,32 @@ class _Reading:
         found = {key: [rank.tensors(key) for rank in self.ranks] for key in sorted(map(str, keys))}
         return {key: ranks for key, ranks in found.items() if all(ranks)}
 
+    @cached_property
+    def _sources(self) -> dict[str, list[list[LazyTensor]]]:
+        """Master weights and states, by rank."""
+        return {_MASTER: [rank.masters for rank in self.ranks], **self._state_tensors}
+
     def _joined(self, name: str, shape: tuple[int, ...], pieces: list[Piece] | None) -> Joined:
         if pieces is None:
-            raise _damaged(self.model, f"'{name}' of shape {list(shape)} reaches beyond its data")
+            raise _damaged(
+                self.model, f"'{shown(name)}' of shape {list(shape)} reaches beyond its data"
+            )
         dtype = pieces[0].source.dtype if pieces else self.ranks[0].masters[0].dtype
         return Joined(shape, dtype, tuple(pieces))
 
     def _tensor(
-        self, name: str, place: int, value: Joined, states: dict[str, Joined]
+        self, name: str, place: int, shape: tuple[int, ...], pieces: dict[str, list[Piece] | None]
     ) -> ForeignTensor:
         rank = self.ranks[0]
         place = min(place, len(rank.states) - 1)
+        joined = {key: self._joined(name, shape, found) for key, found in pieces.items()}
+        value, states = joined.pop(_MASTER), dict[str, State](joined)
         step = number(rank.states[place].get("step"))
-        numbers: dict[str, State] = {} if step is None else {"step": step}
+        if step is not None:
+            states["step"] = step
         group = rank.groups[rank.group_of[place]] if rank.groups else {}
         options = {k: v for k, v in plain_options(group).items() if k != "step"}
-        return ForeignTensor(name, value, True, {**numbers, **states}, options)
+        return ForeignTensor(name, value, True, states, options)
 
     def _untrained(self) -> Iterator[ForeignTensor]:
         """Frozen parameters and buffers."""
@@ -340,7 +331,7 @@ class _Reading:
         for model in models:
             part = _get(model, model.value, "frozen_param_fragments", dict).get(name)
             if not isinstance(part, LazyTensor):
-                raise _damaged(model, f"it has no part of the frozen parameter '{name}'")
+                raise _damaged(model, f"it has no part of the frozen parameter '{shown(name)}'")
             parts.append(part)
         return self._joined(name, shape, cut(parts, 0, math.prod(shape)))
 
@@ -353,14 +344,15 @@ class _Reading:
                 yield f"'{key}'"
         own = sorted(key for key in value.keys() - _KNOWN if isinstance(key, str))
         if own:
-            yield f"the client state ({', '.join(own[:10])})"
+            yield f"the client state ({', '.join(map(shown, own[:10]))})"
         first = _get(self.ranks[0].file, self.ranks[0].file.value, "optimizer_state_dict", dict)
         if first.get("dynamic_loss_scale"):
             yield "the dynamic loss scale"
         taken = {"step", *self._state_tensors}
         lost = sorted({str(key) for state in self.ranks[0].states for key in state} - taken)
         if lost:
-            yield f"states of the optimizer that are not of each element ({', '.join(lost[:10])})"
+            names = ", ".join(map(shown, lost[:10]))
+            yield f"states of the optimizer that are not of each element ({names})"
         yield "states of random number generators, which DeepSpeed does not save"
 
 
@@ -378,7 +370,7 @@ def _params(file: TorchFile, group: Any) -> list[int]:
 
 
 def _shape(file: TorchFile, name: Any, shape: Any) -> tuple[int, ...]:
-    is_shape = isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape)
+    is_shape = isinstance(shape, tuple | list) and len(shape) <= 64 and all(map(is_size, shape))
     if not isinstance(name, str) or not is_shape:
         raise _damaged(file, "its shapes are not those of parameters")
     return tuple(shape)
