@@ -23,7 +23,11 @@ from torch import nn
 from shardwise.checkpoint.foreign.deepspeed import read_deepspeed
 
 STEPS, MICRO_BATCH = 3, 2
-CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("bfloat16", "float32")]
+CASES = [
+    *((str(stage), dtype) for stage in (1, 2, 3) for dtype in ("bfloat16", "float32")),
+    ("1 aligned", "bfloat16"),
+    ("2 round robin", "float32"),
+]
 
 
 class Net(nn.Module):
@@ -44,16 +48,20 @@ class Net(nn.Module):
         return self.head(self.frozen(torch.tanh(self.inner(self.embed(tokens))))) * self.scale
 
 
-def settings(stage: int, dtype: str, world: int) -> dict[str, Any]:
+def settings(case: str, dtype: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": int(case[0])},
     }
+    if "aligned" in case:
+        found["zero_optimization"]["parameter_alignment"] = True
+    if "round robin" in case:
+        found["zero_optimization"]["round_robin_gradients"] = True
     if dtype == "bfloat16":
         found["bf16"] = {"enabled": True}
-    if stage == 3:
+    if case == "3":
         found["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 40,
@@ -61,13 +69,13 @@ def settings(stage: int, dtype: str, world: int) -> dict[str, Any]:
     return found
 
 
-def train(rank: int, world: int, port: int, folder: str, stage: int, dtype: str) -> None:
+def train(rank: int, world: int, port: int, folder: str, case: str, dtype: str) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", rank=rank, world_size=world)
@@ -78,7 +86,7 @@ def train(rank: int, world: int, port: int, folder: str, stage: int, dtype: str)
     groups = [{"params": large, "lr": 1e-2}, {"params": small, "weight_decay": 0.2}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=settings(stage, dtype, world)
+        model=model, optimizer=optimizer, config=settings(case, dtype)
     )
     for step in range(STEPS):
         torch.manual_seed(100 * step + rank)
@@ -92,10 +100,26 @@ def train(rank: int, world: int, port: int, folder: str, stage: int, dtype: str)
         if parameter.requires_grad:
             full[name] = safe_get_full_fp32_param(parameter).clone()
             for key in ("exp_avg", "exp_avg_sq"):
-                state = safe_get_full_optimizer_state(parameter, key)
-                full[f"state.{name}.{key}"] = state.clone()
+                full[f"state.{name}.{key}"] = full_state(engine.optimizer, parameter, key)
     if rank == 0:
         torch.save(full, f"{folder}/truth.pt")
+
+
+def full_state(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
+    """A state by DeepSpeed's own map of where a parameter's elements are."""
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(parameter, key).clone()
+    found = torch.zeros(parameter.numel())
+    mapping = parameter._hp_mapping
+    if mapping is not None:  # this rank has some of its elements
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
+        part = optimizer.optimizer.state[flat][key][there.start : there.start + there.numel]
+        found[here.start : here.start + here.numel] = part
+    torch.distributed.all_reduce(found)
+    return found
 
 
 def compare(folder: Path) -> int:
@@ -138,15 +162,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where the folders stay")
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp())
-    for stage, dtype in CASES:
-        folder = root / f"zero{stage}-{dtype}"
+    for case, dtype in CASES:
+        folder = root / f"zero{case}-{dtype}".replace(" ", "-")
         folder.mkdir(parents=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        mp.spawn(train, (args.world, port, str(folder), stage, dtype), nprocs=args.world)
+        mp.spawn(train, (args.world, port, str(folder), case, dtype), nprocs=args.world)
         count = compare(folder)
-        print(f"zero{stage}, {dtype}, {args.world} ranks: {count} tensors have the same bits")
+        print(f"zero{case}, {dtype}, {args.world} ranks: {count} tensors have the same bits")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ def test_elastic_checkpoints(tmp_path: Path) -> None:
     check(found, expected, has_groups=False)
 
 
+def test_aligned_parameters_have_gaps_between_them(tmp_path: Path) -> None:
+    expected = model()
+    check(read_deepspeed(write(tmp_path, expected, stage=1, world=3, gap=5)), expected)
+
+
 def test_weights_of_other_dtypes(tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.float32):
         expected = model(dtype=dtype)
@@ -146,6 +151,11 @@ class TestMistakes:
         folder = copy(layouts, stage, tmp_path)
         shutil.copy(folder / OPTIM, folder / OPTIM.replace("rank_1", "rank_2"))
         self.refused(folder, r"also has \[2\]")
+
+    def test_files_of_two_checkpoints(self, stage: int, layouts: Path, tmp_path: Path) -> None:
+        folder = copy(layouts, stage, tmp_path)
+        shutil.copy(folder / OPTIM, folder / OPTIM.removeprefix("bf16_"))
+        self.refused(folder, "has files of two checkpoints")
 
     def test_files_of_another_model(self, stage: int, layouts: Path, tmp_path: Path) -> None:
         folder = copy(layouts, stage, tmp_path)

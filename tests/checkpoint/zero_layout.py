@@ -68,7 +68,8 @@ def _classes() -> Iterator[tuple[type, type]]:
 
 
 def write(path: Path, model: Model, *, stage: int, world: int, **options: object) -> Path:
-    """Write a folder; ``options``: sub_groups (ZeRO-3), elastic (ZeRO-1, 2), extra (client state)."""
+    """Write a folder; ``options``: sub_groups (ZeRO-3), elastic and gap
+    (ZeRO-1, 2: elements between parameters), extra (client state)."""
     folder = path / TAG
     folder.mkdir(parents=True)
     (path / "latest").write_text(TAG)
@@ -77,7 +78,8 @@ def write(path: Path, model: Model, *, stage: int, world: int, **options: object
             saved = {"zero_stage": stage_enum(stage), "loss_scaler": loss_scaler()}
             saved |= {"dynamic_loss_scale": False, "overflow": False, "ds_version": "0.19.6"}
             if stage < 3:
-                saved |= _flat(model, rank, world, elastic=bool(options.get("elastic")))
+                elastic, gap = bool(options.get("elastic")), int(options.get("gap", 0))
+                saved |= _flat(model, rank, world, elastic=elastic, gap=gap)
             else:
                 saved |= _sharded(model, rank, world, int(options.get("sub_groups", 1)))
             prefix = "bf16_" if model.dtype is torch.bfloat16 else ""
@@ -150,17 +152,20 @@ def _groups(model: Model, indices: list[list[int]]) -> list[dict]:
     ]
 
 
-def _flat(model: Model, rank: int, world: int, *, elastic: bool) -> dict:
+def _flat(model: Model, rank: int, world: int, *, elastic: bool, gap: int) -> dict:
     masters, states, paddings = [], {}, []
+    gaps = [[gap] * (len(group) - 1) + [0] for group in model.groups]
     for number, group in enumerate(model.groups):
-        numel = sum(value.numel() for value in group.values())
+        numel = sum(value.numel() for value in group.values()) + sum(gaps[number])
         part = -(-numel // (2 * world)) * 2
         kept = max(0, min(part, numel - rank * part))
         flats = {}
         for key in ("fp32", *STATES):
             flat = torch.full((part * world,), 7.0)  # padding need not be zero
-            values = [model.state(value, key).reshape(-1) for value in group.values()]
-            flat[:numel] = torch.cat(values)
+            at = 0
+            for value, after in zip(group.values(), gaps[number], strict=True):
+                flat[at : at + value.numel()] = model.state(value, key).reshape(-1)
+                at += value.numel() + after
             flats[key] = flat[rank * part : (rank + 1) * part].clone()
         masters.append(flats["fp32"][:kept])
         paddings.append(part - kept)
@@ -173,7 +178,8 @@ def _flat(model: Model, rank: int, world: int, *, elastic: bool) -> dict:
         more["base_optimizer_state_step"] = 3
     return {
         "base_optimizer_state": base, "single_partition_of_fp32_groups": masters,
-        "group_paddings": paddings, "partition_count": [world] * len(masters), **more,
+        "group_paddings": paddings, "partition_count": [world] * len(masters),
+        **({"param_alignment_paddings": gaps} if gap else {}), **more,
     }  # fmt: skip
 
 

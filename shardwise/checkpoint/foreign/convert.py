@@ -10,7 +10,8 @@ import torch
 
 from shardwise.checkpoint.folder import sync
 from shardwise.checkpoint.foreign.contents import Foreign, ForeignTensor, Readable
-from shardwise.checkpoint.foreign.deepspeed import LATEST_FILE, is_deepspeed, read_deepspeed
+from shardwise.checkpoint.foreign.deepspeed import read_deepspeed
+from shardwise.checkpoint.foreign.deepspeed_files import LATEST_FILE, is_deepspeed
 from shardwise.checkpoint.foreign.folders import is_folders, read_folders
 from shardwise.checkpoint.training import dcp
 from shardwise.checkpoint.training.contents import MODEL, OPTIM, WINDOW_BYTES, bytes_of, dtype_name
