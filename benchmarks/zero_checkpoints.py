@@ -69,25 +69,34 @@ def settings(case: str, dtype: str) -> dict[str, Any]:
     return found
 
 
-def train(rank: int, world: int, port: int, folder: str, case: str, dtype: str) -> None:
+def train(rank: int, world: int, port: int, root: str) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", rank=rank, world_size=world)
+    for case, dtype in CASES:
+        run(rank, world, f"{root}/{folder_of(case, dtype)}", settings(case, dtype))
+
+
+def folder_of(case: str, dtype: str) -> str:
+    return f"zero{case}-{dtype}".replace(" ", "-")
+
+
+def run(rank: int, world: int, folder: str, config: dict[str, Any]) -> None:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
     torch.manual_seed(0)
     model = Net()
     small = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     large = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     groups = [{"params": large, "lr": 1e-2}, {"params": small, "weight_decay": 0.2}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=settings(case, dtype)
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(STEPS):
         torch.manual_seed(100 * step + rank)
         tokens = torch.randint(11, (MICRO_BATCH, 5))
@@ -162,14 +171,13 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where the folders stay")
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp())
+    root.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(train, (args.world, port, str(root)), nprocs=args.world)
     for case, dtype in CASES:
-        folder = root / f"zero{case}-{dtype}".replace(" ", "-")
-        folder.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(train, (args.world, port, str(folder), case, dtype), nprocs=args.world)
-        count = compare(folder)
+        count = compare(root / folder_of(case, dtype))
         print(f"zero{case}, {dtype}, {args.world} ranks: {count} tensors have the same bits")
 
 

@@ -53,9 +53,10 @@ class Files:
                     self._check(path, int(match["mp"]))
                     rank = int(match["rank"] or 0)
                     if rank in found:
+                        other = found[rank].window.path.name
                         raise UsageError(
-                            f"'{folder}' has files of two checkpoints, '{found[rank].window.path.name}'"
-                            f" and '{path.name}'; remove those of the older one."
+                            f"'{folder}' has files of two checkpoints ('{other}', '{path.name}'); "
+                            "remove those of the older one."
                         )
                     found[rank] = TorchFile(Window(inside(folder, path.name)))
             if _OTHERS.fullmatch(path.name):
