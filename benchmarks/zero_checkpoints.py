@@ -64,7 +64,7 @@ def settings(case: str, dtype: str) -> dict[str, Any]:
     if case == "3":
         found["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 0,
-            "sub_group_size": 40,
+            "sub_group_size": 20,
         }
     return found
 

@@ -1,8 +1,8 @@
 """Writes folders as DeepSpeed's ZeRO-1, 2 and 3 lay them out, with ``torch.save`` and without DeepSpeed.
 
-The layout was compared with folders that DeepSpeed 0.19 wrote on two ranks: the same files, and in
-them the same keys, kinds and sizes (``benchmarks/zero_checkpoints.py`` makes such folders where
-DeepSpeed is installed, and reads them). What a fixture has:
+The layout was compared with folders that DeepSpeed 0.19.8 wrote on two ranks: the same files, and
+in them the same entries and kinds, but for a few that are not read (``benchmarks/zero_checkpoints.py``
+makes such folders where DeepSpeed is installed, and reads them). What a fixture has:
 
 - ``latest``: the name of the folder beside it.
 - ``*_optim_states.pt`` of each rank: ``optimizer_state_dict`` with ``zero_stage`` (an enum of
@@ -46,12 +46,13 @@ class Model:
 
 
 @contextmanager
-def _classes() -> Iterator[tuple[type, type]]:
+def _classes() -> Iterator[tuple[type, type, type]]:
     """Classes under the names of DeepSpeed's, for as long as something is pickled."""
-    names = ("", ".runtime", ".runtime.zero", ".runtime.zero.config", ".runtime.fp16")
-    names = [f"deepspeed{name}" for name in (*names, ".runtime.fp16.loss_scaler")]
-    modules = {name: types.ModuleType(name) for name in names}
-    config, scaler = modules["deepspeed.runtime.zero.config"], modules[names[-1]]
+    paths = ("", ".runtime", ".runtime.zero", ".runtime.zero.config", ".runtime.fp16", ".utils")
+    last = (".runtime.fp16.loss_scaler", ".utils.tensor_fragment")
+    modules = {f"deepspeed{p}": types.ModuleType(f"deepspeed{p}") for p in (*paths, *last)}
+    config = modules["deepspeed.runtime.zero.config"]
+    scaler, fragment = (modules[f"deepspeed{path}"] for path in last)
 
     class ZeroStageEnum(int, enum.Enum):
         optimizer_states, gradients, weights = 1, 2, 3
@@ -60,11 +61,18 @@ def _classes() -> Iterator[tuple[type, type]]:
         def __init__(self) -> None:
             self.cur_scale = 1
 
-    for kind, module in ((ZeroStageEnum, config), (LossScaler, scaler)):
+    @dataclass
+    class fragment_address:
+        numel: int
+        start: int
+
+    for kind, module in (
+        (ZeroStageEnum, config), (LossScaler, scaler), (fragment_address, fragment),
+    ):  # fmt: skip
         kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
         setattr(module, kind.__name__, kind)
     with mock.patch.dict(sys.modules, modules):
-        yield ZeroStageEnum, LossScaler
+        yield ZeroStageEnum, LossScaler, fragment_address
 
 
 def write(path: Path, model: Model, *, stage: int, world: int, **options: object) -> Path:
@@ -73,13 +81,14 @@ def write(path: Path, model: Model, *, stage: int, world: int, **options: object
     folder = path / TAG
     folder.mkdir(parents=True)
     (path / "latest").write_text(TAG)
-    with _classes() as (stage_enum, loss_scaler):
+    with _classes() as (stage_enum, loss_scaler, address):
         for rank in range(world):
             saved = {"zero_stage": stage_enum(stage), "loss_scaler": loss_scaler()}
             saved |= {"dynamic_loss_scale": False, "overflow": False, "ds_version": "0.19.6"}
             if stage < 3:
                 elastic, gap = bool(options.get("elastic")), int(options.get("gap", 0))
                 saved |= _flat(model, rank, world, elastic=elastic, gap=gap)
+                saved |= {"clip_grad": 1.0, "param_slice_mappings": [{"a": address(3, 0)}]}
             else:
                 saved |= _sharded(model, rank, world, int(options.get("sub_groups", 1)))
             prefix = "bf16_" if model.dtype is torch.bfloat16 else ""
@@ -130,7 +139,7 @@ def _module(model: Model, stage: int, rank: int, world: int, options: dict) -> d
         "param_shapes": [OrderedDict((n, v.shape) for n, v in g.items()) for g in shapes],
         "frozen_param_shapes": frozen, "shared_params": dict(model.shared),
         "frozen_param_fragments": fragments, "lr_scheduler": {"last_batch_iteration": 3},
-        "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": set(),
+        "data_sampler": None, "random_ltd": None, "checkpoint_parallel_dimensions": {},
         "skipped_steps": 0, "global_steps": 3, "global_samples": 12, "dp_world_size": world,
         "mp_world_size": 1, "ds_config": {}, "ds_version": "0.19.6",
         **(options.get("extra") or {}),
