@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         stats,
         unshard,
     )
+    from shardwise.checkpoint.training.background import Pending
     from shardwise.checkpoint.training.load import Resumed
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
     from shardwise.model.deferred import deferred_init
@@ -43,6 +44,7 @@ _HOMES = {
         "clip_grad_norm_ export full_grads full_params load_pretrained no_sync optim_state_dict "
         "set_grad_divisor shard state_dict stats unshard"
     ),
+    "shardwise.checkpoint.training.background": "Pending",
     "shardwise.checkpoint.training.load": "Resumed",
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
@@ -61,6 +63,7 @@ __all__ = [
     "Auto",
     "BudgetError",
     "Override",
+    "Pending",
     "Plan",
     "PlanError",
     "Precision",

@@ -2,7 +2,7 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,11 +10,40 @@ from torch.optim import Optimizer
 from shardwise.api import runtime_of
 from shardwise.checkpoint.training import load as loading
 from shardwise.checkpoint.training import save as writing
+from shardwise.checkpoint.training.background import Pending
 from shardwise.checkpoint.training.load import Resumed
 from shardwise.core.errors import UsageError
 from shardwise.runtime.optimizer.kinds import check_elementwise
 from shardwise.runtime.optimizer.takeover import OptimizerTakeover
 from shardwise.runtime.runtime import Runtime
+
+
+@overload
+def save(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = ...,
+    *,
+    scheduler: Any = ...,
+    step: int | None = ...,
+    extra: Any = ...,
+    only: Literal["trained"] | None = ...,
+    asynchronous: Literal[False] = ...,
+) -> None: ...
+
+
+@overload
+def save(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = ...,
+    *,
+    scheduler: Any = ...,
+    step: int | None = ...,
+    extra: Any = ...,
+    only: Literal["trained"] | None = ...,
+    asynchronous: Literal[True],
+) -> Pending: ...
 
 
 def save(
@@ -26,7 +55,8 @@ def save(
     step: int | None = None,
     extra: Any = None,
     only: Literal["trained"] | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> Pending | None:
     """Saves a training run between two steps, each rank its shards; collective.
 
     The folder can be loaded under any plan and by any number of ranks. It appears when all of it is
@@ -38,6 +68,9 @@ def save(
     - ``scheduler``: anything with a ``state_dict`` of numbers, texts, lists, dicts and tensors.
     - ``step``, ``extra``: come back from ``load``; ``extra`` may have what a scheduler may.
     - ``only``: with ``"trained"`` frozen parameters and buffers are left out.
+    - ``asynchronous``: return at once, and write beside the next forward and backward; the
+      optimizer's next step waits until all shards were read. An error is raised by the next step or
+      save. Call ``wait()`` on what is returned before the program ends.
 
     >>> import tempfile, torch, shardwise as sw
     >>> model = torch.nn.Linear(4, 2)
@@ -50,8 +83,8 @@ def save(
     if only not in (None, "trained"):
         raise UsageError(f"only={only!r} is not known; pass only='trained', or omit it.")
     trained = only == "trained"
-    request = writing.Request(Path(path), optimizer, scheduler, step, extra, trained)
-    writing.save_checkpoint(runtime_of(model), request)
+    request = writing.Request(Path(path), optimizer, scheduler, step, extra, trained, asynchronous)
+    return writing.save_checkpoint(runtime_of(model), request)
 
 
 def load(

@@ -60,7 +60,14 @@ class Run:
     """A model, its optimizer and its scheduler, under a plan."""
 
     def __init__(
-        self, plan: Plan, *, seed: int = 0, dtype=torch.float64, kind=Model, optimizer=adamw, **kwargs
+        self,
+        plan: Plan,
+        *,
+        seed: int = 0,
+        dtype=torch.float64,
+        kind=Model,
+        optimizer=adamw,
+        **kwargs,
     ) -> None:
         self.model = make(kind, dtype, seed, **kwargs)
         self.optimizer = optimizer(self.model)
@@ -90,8 +97,8 @@ class Run:
     def steps(self, *numbers: int) -> list[float]:
         return [self.step(number) for number in numbers]
 
-    def save(self, path, **kwargs) -> None:
-        sw.save(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)
+    def save(self, path, **kwargs):
+        return sw.save(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)
 
     def load(self, path, **kwargs) -> sw.Resumed:
         return sw.load(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)
@@ -115,5 +122,3 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     for name, value in expected.items():
         assert got[name].dtype == value.dtype, (label, name)
         assert torch.equal(got[name], value), (label, name)
-
-

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "tier", "tracing",
     },
     # Programs on top of it.
-    "train": {"__init__", "api", "auto", "core", "device", "model", "planner", "plans"},
+    "train": {"__init__", "api", "auto", "checkpoint", "core", "device", "model", "planner", "plans"},
     "bench": {
         "__init__", "api", "core", "cost", "device", "model", "planner", "plans", "probing",
         "train", "wire",

@@ -34,7 +34,7 @@ def combined(first: int, second: int, second_bytes: int) -> int:
     >>> combined(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
     True
     """
-    for power, matrix in enumerate(_powers()):
+    for power, matrix in enumerate(_powers() if first else ()):
         if second_bytes >> power & 1:
             first = _times(matrix, first)
     return first ^ second

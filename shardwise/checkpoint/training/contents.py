@@ -190,7 +190,7 @@ def keeps_compute(runtime: Runtime, unit: Unit, flat: Flat) -> bool:
 
 def small(name: str, value: torch.Tensor) -> Piece:
     """A whole tensor in memory."""
-    flat = value.detach().cpu().contiguous().reshape(-1)
+    flat = value.detach().cpu().contiguous().reshape(-1).clone()
     return Piece(name, dtype_name(value.dtype), tuple(value.shape), 0, flat.numel(), Resident(flat))
 
 

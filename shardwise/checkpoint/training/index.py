@@ -133,7 +133,7 @@ class Index:
             raise ValueError("its checksum does not match, or it was written by another version")
         try:
             index = _parse(json.loads(encoded))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         index.digest = zlib.crc32(encoded)
         return index

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.foreign.reader import ForeignReader
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.training import place, ranks
+from shardwise.checkpoint.training.background import finish
 from shardwise.checkpoint.training.contents import MODEL, OPTIM, OWN
 from shardwise.checkpoint.training.fill import fill_states, fill_weights
-from shardwise.checkpoint.training.index import Index
+from shardwise.checkpoint.training.index import INDEX_FILE, Index
 from shardwise.checkpoint.training.plain import decode
 from shardwise.checkpoint.training.read import Reader
 from shardwise.checkpoint.values import Named, named_tensors
@@ -30,7 +32,16 @@ from shardwise.runtime.surface import grads
 
 @dataclass(frozen=True)
 class Resumed:
-    """What ``load`` found in a checkpoint beside the model and the optimizer."""
+    """What ``load`` found in a checkpoint beside the model and the optimizer.
+
+    >>> import tempfile, torch, shardwise as sw
+    >>> model = sw.shard(torch.nn.Linear(4, 2))
+    >>> folder = tempfile.mkdtemp()
+    >>> sw.save(f"{folder}/step-3", model, step=3)
+    >>> found = sw.load(folder, model)
+    >>> found.step, found.world
+    (3, 1)
+    """
 
     path: str
     """The folder that was read."""
@@ -65,6 +76,7 @@ class Request:
 
 def load_checkpoint(runtime: Runtime, request: Request) -> Resumed:
     """Read a checkpoint; all ranks raise the errors of any."""
+    finish(runtime)
     control, rank = runtime.grid.control, runtime.grid.place.rank
     found: list[Path] = []
     first = lambda: found.append(place.find(request.path).resolve())  # noqa: E731
@@ -73,10 +85,16 @@ def load_checkpoint(runtime: Runtime, request: Request) -> Resumed:
     folder = Path(str(chosen))
     opened: list[Reader] = []
     what = f"reading of '{folder}'"
-    together(control, what, _advised(folder, lambda: opened.append(Reader(folder))))
+    together(control, what, _advised(folder, lambda: opened.append(_open(folder))))
     (reader,) = opened
     with reader:
         return _Loading(runtime, request, reader).run()
+
+
+def _open(folder: Path) -> Reader:
+    if (folder / INDEX_FILE).is_file():
+        return Reader(folder)
+    return ForeignReader(folder)
 
 
 class _Loading:
@@ -88,6 +106,8 @@ class _Loading:
         self._tensors = named_tensors(runtime)
         self._saved_names: dict[int, str] = {}
         """What each parameter is called in the checkpoint, by its id."""
+        self._names = {id(tensor.tensor): tensor.name for tensor in self._tensors}
+        """The same, or its own name if the checkpoint does not have it."""
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
@@ -175,7 +195,8 @@ class _Loading:
                 if is_trained or not trained_only:
                     self._missing.append(tensor.name)
                 continue
-            self._saved_names[id(tensor.tensor)] = saved.removeprefix(f"{MODEL}.")
+            name = self._saved_names[id(tensor.tensor)] = saved.removeprefix(f"{MODEL}.")
+            self._names[id(tensor.tensor)] = name
             self._check(tensor, saved)
         for name in (*index.tensors, *index.aliases):
             if name.startswith(f"{MODEL}.") and name not in known:
@@ -206,7 +227,7 @@ class _Loading:
         listed = {name for group in saved for name in group["params"]}
         ours = set()
         for group in optimizer.param_groups:
-            ours |= {self._saved_names.get(id(p), "") for p in group["params"]} - {""}
+            ours |= {self._names.get(id(p), "") for p in group["params"]} - {""}
         if absent := sorted(ours - listed):
             self._wrong.append(f"its optimizer does not have {_list(absent)}")
         if absent := sorted(listed - ours):
@@ -268,7 +289,7 @@ class _Loading:
     def _options(self, optimizer: Optimizer) -> None:
         saved = {name: group for group in self._values["groups"] for name in group["params"]}
         for group in optimizer.param_groups:
-            names = [self._saved_names.get(id(p), "") for p in group["params"]]
+            names = [self._names.get(id(p), "") for p in group["params"]]
             sources = {id(saved[name]): saved[name] for name in names if name in saved}
             options = [
                 {key: value for key, value in source.items() if key != "params"}
@@ -286,7 +307,7 @@ class _Loading:
         rank, saved = self._runtime.grid.place.rank, self._values.get("ranks") or []
         if rank < len(saved):
             ranks.restore_random(self._runtime, self._reader, saved[rank])
-        if not same_world:
+        if saved and not same_world:
             self._notes.append(
                 f"The checkpoint has the random states of {len(saved)} ranks, and "
                 f"{self._runtime.grid.place.world} are running: random numbers will differ."

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.checkpoint.folder import exchange, sync
-from shardwise.checkpoint.training.index import INDEX_FILE, METADATA_FILE
+from shardwise.checkpoint.training.index import INDEX_FILE, METADATA_FILE, read_index
 from shardwise.core.errors import UsageError
 
 LATEST = "latest"
@@ -140,3 +140,28 @@ def before(path: Path) -> Path | None:
 def _same_series(one: str, other: str) -> bool:
     matches = [_NUMBERED.fullmatch(name) for name in (one, other)]
     return all(matches) and len({match["series"] for match in matches if match}) == 1
+
+
+def rotate(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the newest checkpoints of a folder's series, and return what was removed.
+
+    Only whole ones count, so that what is damaged never displaces one that can be loaded; a folder
+    disappears at once, whenever the process is killed.
+    """
+    whole = [path for path in series(folder) if _is_whole(path)]
+    removed = whole[: -max(1, keep)]
+    for path in removed:
+        aside = path.with_name(f".{path.name}.partial")
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(path, aside)
+        shutil.rmtree(aside)
+    return removed
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_index(path)
+    except UsageError:
+        return False
+    return True

@@ -62,7 +62,7 @@ class Reader:
         tensor = self.index.find(name)
         assert tensor is not None, name
         assert str(out.dtype) == f"torch.{tensor.dtype}", name
-        target = memoryview(out.view(torch.uint8).numpy()) if out.numel() else memoryview(b"")
+        target = out.view(torch.uint8).numpy().data if out.numel() else memoryview(b"")
         stop = start + out.numel()
         place = bisect_right(tensor.chunks, start, key=lambda chunk: chunk.start) - 1
         while start < stop:

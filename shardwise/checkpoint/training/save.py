@@ -4,9 +4,10 @@ Ranks meet after each unit, so that a failure on one is raised on all at once. T
 appears when everything of all ranks is on the disk.
 """
 
+import copy
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.together import on_failure, together
 from shardwise.checkpoint.training import dcp
+from shardwise.checkpoint.training.background import Pending, begin, finish
 from shardwise.checkpoint.training.contents import MODEL, OWN, Contents, Piece, small
 from shardwise.checkpoint.training.index import (
     INDEX_FILE,
@@ -31,7 +33,9 @@ from shardwise.checkpoint.training.place import Target
 from shardwise.checkpoint.training.plain import encode
 from shardwise.checkpoint.training.ranks import own_pieces, own_values, setting
 from shardwise.checkpoint.training.write import RankFile, blob_bytes
+from shardwise.comm.control import Control
 from shardwise.core.errors import UsageError
+from shardwise.device.abilities import separate_memory
 from shardwise.plans.file import dump_plan
 from shardwise.runtime.runtime import Runtime
 
@@ -46,9 +50,10 @@ class Request:
     step: int | None
     extra: Any
     trained: bool
+    asynchronous: bool
 
 
-def save_checkpoint(runtime: Runtime, request: Request) -> None:
+def save_checkpoint(runtime: Runtime, request: Request) -> Pending | None:
     """Write a checkpoint; all ranks raise the errors of any."""
     runtime.require_idle("save")
     if runtime.accumulated:
@@ -56,24 +61,20 @@ def save_checkpoint(runtime: Runtime, request: Request) -> None:
             "save cannot run after a backward under no_sync, because gradients are not saved; "
             "call it after optimizer.step()."
         )
+    finish(runtime)
     for unit in runtime.units:
         unit.settle()
     runtime.grid.block_host_until_idle()
-    control, rank = runtime.grid.control, runtime.grid.place.rank
     saving = _Saving(runtime, request)
-    with on_failure(saving.abandon):
-        together(control, "save", saving.prepare)
-        saving.own += own_pieces(runtime, saving.contents)
-        needed = control.exchange(torch.tensor([saving.num_bytes()]), "save").sum()
-        first = partial(saving.target.open, int(needed)) if rank == 0 else _nothing
-        together(control, "save", first)
-        together(control, "save", saving.open)
-        for unit in runtime.units:
-            what = f"saving of unit '{unit.name}'"
-            together(control, what, partial(saving.write, saving.contents.of_unit(unit)))
-        together(control, "save", saving.finish)
-        parts = control.gather_objects(saving.part, "end of a save")
-        together(control, "end of the save", partial(saving.publish, parts) if parts else _nothing)
+    saving.begin()
+    if not request.asynchronous:
+        saving.run(runtime.grid.control)
+        return None
+    plan, device = runtime.plan, runtime.grid.device
+    if separate_memory(device) or plan.tiers.update == "backward":
+        # Streams of a device order its reads with training's, and backward may change weights.
+        saving.read(runtime.grid.control)
+    return begin(runtime, saving.run, str(saving.target.path))
 
 
 def _nothing() -> None:
@@ -105,15 +106,50 @@ class _Saving:
         """What rank 0 writes for all, and what each rank keeps for itself."""
         self.part: _Part | None = None
         self._file: RankFile | None = None
+        self._units: list[tuple[str, list[Piece]]] = []
+        self._aliases: dict[str, str] = {}
         self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._values: dict[str, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._numbers: dict[str, dict[str, Any]] = {}
+        self._own_values: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Everything before shards are read: what can be refused is refused here."""
+        control = self._runtime.grid.control
+        with on_failure(self.abandon):
+            together(control, "save", self.prepare)
+            self.own += own_pieces(self._runtime, self.contents)
+            needed = control.exchange(torch.tensor([self._num_bytes()]), "save").sum()
+            first = partial(self.target.open, int(needed)) if self._rank == 0 else _nothing
+            together(control, "save", first)
+            together(control, "save", self.open)
+
+    def read(self, control: Control) -> None:
+        """Write the shards of all units."""
+        with on_failure(self.abandon):
+            for unit, pieces in self._units:
+                together(control, f"saving of unit '{unit}'", partial(self.write, pieces))
+            self._units.clear()
+
+    def run(self, control: Control, staged: Callable[[], None] = lambda: None) -> None:
+        """Write everything; ``staged`` is called when no shard will be read any more."""
+        self.read(control)
+        staged()
+        with on_failure(self.abandon):
+            together(control, "save", self.finish)
+            parts = control.gather_objects(self.part, "end of a save")
+            publish = partial(self.publish, parts) if parts else _nothing
+            together(control, "end of the save", publish)
 
     def prepare(self) -> None:
         """Collect everything that can be refused, before anything is written."""
+        units = self._runtime.units
+        self._units = [(unit.name, list(self.contents.of_unit(unit))) for unit in units]
+        self._aliases = self.contents.aliases
         self._groups = self.contents.groups()
         self._numbers = self.contents.numbers()
+        self._own_values = own_values(self._runtime)
         request = self._request
         scheduler = None if request.scheduler is None else request.scheduler.state_dict()
         self._values = {
@@ -133,6 +169,7 @@ class _Saving:
             "world": self._runtime.grid.place.world,
             "setting": setting(self._runtime),
             "trained": request.trained,
+            "config": _config_of(self._runtime.model),
             "torch": torch.__version__,
         }
         if self._rank == 0:
@@ -145,18 +182,15 @@ class _Saving:
         self.own.append(small(name, value))
         return name
 
-    def num_bytes(self) -> int:
+    def _num_bytes(self) -> int:
         """About what this rank will write."""
-        units = (p for unit in self._runtime.units for p in self.contents.of_unit(unit))
-        return sum(
-            blob_bytes(p.dtype, p.shape, p.start, p.stop) for pieces in (units, self.own)
-            for p in pieces
-        )  # fmt: skip
+        every = [*self.own, *(piece for _, pieces in self._units for piece in pieces)]
+        return sum(blob_bytes(p.dtype, p.shape, p.start, p.stop) for p in every)
 
     def open(self) -> None:
         self._file = RankFile(self.target.staging, self._rank)
 
-    def write(self, pieces: Iterator[Piece] | list[Piece]) -> None:
+    def write(self, pieces: list[Piece]) -> None:
         assert self._file is not None
         staging = self._runtime.pools.staging
         for piece in pieces:
@@ -175,7 +209,7 @@ class _Saving:
             objects=objects,
             extents=extents,
             numbers=self._numbers,
-            values=own_values(self._runtime),
+            values=self._own_values,
         )
         self._file = None
 
@@ -204,7 +238,7 @@ class _Saving:
 
     def publish(self, parts: list[Any]) -> None:
         """Rank 0 writes the indexes, and makes the checkpoint visible."""
-        index = Index(aliases=self.contents.aliases)
+        index = Index(aliases=self._aliases)
         chunks: dict[str, list[Chunk]] = {}
         described: dict[str, tuple[str, tuple[int, ...]]] = {}
         objects: dict[tuple[str | int, ...], Extent] = {}
@@ -237,6 +271,18 @@ class _Saving:
             self._file.out.close()
         if self._rank == 0:
             self.target.discard()
+
+
+def _config_of(model: Any) -> str | None:
+    """A model's configuration as its own library writes it, for an export without the model."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    if hasattr(config, "architectures"):
+        config = copy.deepcopy(config)  # the user's object is not changed
+        config.architectures = [type(model).__name__]
+    text = config.to_json_string()
+    return text if isinstance(text, str) else None
 
 
 def _of_file(chunk: Chunk, file: int) -> Chunk:

@@ -157,7 +157,7 @@ class States:
             for key, value in numbers.items()
         }
         for key, dtype in dtypes.items():
-            old = before.get(key)
+            old: Any = before.get(key)
             if is_per_element(old, slot.part_shape) and old.dtype == dtype:
                 state[key] = old
             else:
