@@ -58,16 +58,16 @@ def go_on(root: str, plan_name: str, layout: str) -> list[float]:
         group["lr"] = 1.0  # comes from the checkpoint
     levels = LEVELS[dist.get_world_size()]
     sw.shard(model, optimizer, plan, levels=levels, timeout_s=LIMIT_S)
-    sw.load(f"{root}/imported/{layout}", model, optimizer)
+    sw.load(f"{root}/{layout}", model, optimizer)
     losses = fsdp2.steps(model, optimizer, 2, 3)
     sw.unshard(model)
     return losses
 
 
-def test_fsdp2_goes_on_under_any_plan(two: Workers, tmp_path: Path, capsys) -> None:
-    expected = two.run(fsdp2.run, str(tmp_path))[0]["losses"]
+def test_fsdp2_goes_on_under_any_plan(two: Workers, saved_by_fsdp2, tmp_path: Path, capsys) -> None:
+    folder, expected = saved_by_fsdp2[0], saved_by_fsdp2[1]["losses"]
     for layout, plan in zip(fsdp2.LAYOUTS, ("zero3", "zero1", "hsdp"), strict=True):
-        asked(capsys, tmp_path / layout, tmp_path / "imported" / layout)
+        asked(capsys, folder / layout, tmp_path / layout)
         found = two.run(go_on, str(tmp_path), plan, layout)[0]
         assert found == pytest.approx(expected, rel=1e-12), (layout, plan)
 
