@@ -1,6 +1,7 @@
 """Fills this rank's shards from a checkpoint, window by window, on whatever tier they rest."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -63,7 +64,7 @@ def fill_states(
     """The optimizer's states of a unit. ``numbers``: those that are no tensors, by parameter;
     ``keys``: the names of those that are, by parameter."""
     for flat in unit.trained:
-        targets: dict[str, list[tuple[ParamSlot, Rest]]] = {}
+        targets: dict[str, dict[ParamSlot, Rest]] = {}
         for slot in flat.slots:
             parameter = name_of(slot)
             known = parameter in numbers or parameter in keys
@@ -81,11 +82,15 @@ def fill_states(
                 else:
                     dtypes[key] = getattr(torch, tensor.dtype)
             for key, rest in states.replace(slot, own, dtypes).items():
-                targets.setdefault(key, []).append((slot, rest))
+                targets.setdefault(key, {})[slot] = rest
         for key, found in targets.items():
-            for slot, rest in found:
-                name = f"{OPTIM}.{name_of(slot)}.{key}"
-                fill(flat, reader, [(rest, slot.segment)], [slot], lambda _, name=name: name)
+            state_of = partial(_state_name, name_of, key)
+            for slot, rest in found.items():
+                fill(flat, reader, [(rest, slot.segment)], [slot], state_of)
+
+
+def _state_name(name_of: Name, key: str, slot: ParamSlot) -> str:
+    return f"{OPTIM}.{name_of(slot)}.{key}"
 
 
 def fill(
