@@ -117,6 +117,8 @@ def test_deepspeed_goes_on(stage: int, tmp_path: Path, capsys) -> None:
     assert answer["tied"] == {"last.weight": "middle.weight"}
     assert any("scheduler" in what for what in answer["not_imported"])
     assert any("epoch" in what for what in answer["not_imported"])
+    assert run(["inspect", str(tmp_path / "out" / "step-3"), "--verify"]) == 0
+    assert f"imported from DeepSpeed ZeRO-{stage} of 3 ranks" in capsys.readouterr().out
     # A plain process with the same states.
     for number, (group, options) in enumerate(
         zip(reference.param_groups, ({"weight_decay": 0.0}, {"weight_decay": 0.1}), strict=True)
