@@ -106,7 +106,10 @@ def find(path: Path) -> Path:
             return folder / name
     found = series(folder)
     if not found:
-        raise UsageError(f"There is no whole checkpoint in '{folder}'.")
+        raise UsageError(
+            f"There is no whole checkpoint in '{folder}'; of folders of DeepSpeed and accelerate "
+            "'shardwise import' makes one."
+        )
     return found[-1]
 
 
