@@ -348,7 +348,7 @@ def _save_and_die(path: Path, model, optimizer, calls: int) -> None:
 
         return patched
 
-    for name in ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir"):
+    for name in ("open", "pwrite", "fsync", "rename", "replace", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
     sw.save(path, model, optimizer, step=2)
     os._exit(0)

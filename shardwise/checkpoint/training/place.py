@@ -17,7 +17,7 @@ from shardwise.checkpoint.training.index import INDEX_FILE, METADATA_FILE, read_
 from shardwise.core.errors import UsageError
 
 LATEST = "latest"
-_NUMBERED = re.compile(r"(?P<series>.*?)(?P<number>\d+)")
+_NUMBERED = re.compile(r"(?P<series>(?:.*[-_.])?)(?P<number>\d+)")
 
 
 class Target:

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwise.checkpoint.training.append import Appender
+from shardwise.checkpoint.training.appender import Appender
 from shardwise.checkpoint.training.blob import ALIGN, head, tail
 from shardwise.checkpoint.training.boxes import LARGEST_BYTES, Box, boxes, pieces
 from shardwise.checkpoint.training.checksums import Blocks, num_blocks
