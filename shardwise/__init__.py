@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         stats,
         unshard,
     )
+    from shardwise.checkpoint.training.background import Pending
+    from shardwise.checkpoint.training.load import Resumed
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
     from shardwise.model.deferred import deferred_init
     from shardwise.planning import plan, simulate
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from shardwise.plans.auto import Auto
     from shardwise.plans.plan import Override, Plan, Precision, StatePlan, Tiers, Tiling
     from shardwise.probing.probe import probe
+    from shardwise.saving import load, save
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
     from shardwise.tracing import trace
@@ -41,12 +44,15 @@ _HOMES = {
         "clip_grad_norm_ export full_grads full_params load_pretrained no_sync optim_state_dict "
         "set_grad_divisor shard state_dict stats unshard"
     ),
+    "shardwise.checkpoint.training.background": "Pending",
+    "shardwise.checkpoint.training.load": "Resumed",
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
     "shardwise.model.deferred": "deferred_init",
     "shardwise.planning": "plan simulate",
     "shardwise.plans.auto": "Auto",
     "shardwise.plans.plan": "Override Plan Precision StatePlan Tiers Tiling",
     "shardwise.probing.probe": "probe",
+    "shardwise.saving": "load save",
     "shardwise.tier.budget": "BudgetError",
     "shardwise.tier.store": "TierError",
     "shardwise.tracing": "trace",
@@ -57,9 +63,11 @@ __all__ = [
     "Auto",
     "BudgetError",
     "Override",
+    "Pending",
     "Plan",
     "PlanError",
     "Precision",
+    "Resumed",
     "ShardwiseError",
     "StatePlan",
     "SyncError",
@@ -72,12 +80,14 @@ __all__ = [
     "export",
     "full_grads",
     "full_params",
+    "load",
     "load_pretrained",
     "no_sync",
     "optim_state_dict",
     "plan",
     "presets",
     "probe",
+    "save",
     "set_grad_divisor",
     "shard",
     "simulate",

@@ -37,6 +37,13 @@ def train(
     output: Annotated[
         str | None, typer.Option(help="Directory for metrics (default: runs/<timestamp>).")
     ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between two checkpoints (default: none are saved).")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Go on from a checkpoint's path, or from the run's latest one."),
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,6 +69,8 @@ def train(
 
       shardwise train --print-config > job.toml; shardwise train job.toml --set optim.lr=3e-4
 
+      shardwise train --save-every 50 --output runs/mine --resume latest
+
       torchrun --nproc-per-node 2 -m shardwise train job.toml
     """
     from shardwise.train.config import load_config, parse_assignment
@@ -75,6 +84,8 @@ def train(
         "workers": workers,
         "train.steps": steps,
         "output": output,
+        "train.save_every": save_every,
+        "resume": resume,
     }
     changes: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     changes.update(parse_assignment(text) for text in assignments or [])

@@ -9,9 +9,9 @@ never touched.
 import ctypes
 import errno
 import threading
-import zlib
 from dataclasses import dataclass, field
 
+from shardwise.core.checksum import crc32
 from shardwise.tier.aio import Move, Scratch, read_into, view_memory, write_from
 from shardwise.tier.pool import PAGE_BYTES
 from shardwise.tier.ranges import Contents, Piece, Where, round_down, round_up
@@ -164,7 +164,7 @@ class BlockFile:
         if self._checksum:
             for buffer in buffers:
                 for at in range(0, len(buffer), self.unit):
-                    sums[begin + at] = zlib.crc32(buffer[at : at + self.unit])
+                    sums[begin + at] = crc32(buffer[at : at + self.unit])
                 begin += len(buffer)
         return sums
 

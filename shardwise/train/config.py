@@ -89,6 +89,10 @@ class StepsConfig(_Section):
     """Steps between validations; 0 validates once, at the end."""
     eval_batches: int = Field(default=4, gt=0)
     """Global batches per validation."""
+    save_every: int = Field(default=0, ge=0)
+    """Steps between two checkpoints; the last step is saved as well. 0 saves none."""
+    keep: int = Field(default=3, gt=0)
+    """How many checkpoints of the run are kept, the newest ones."""
 
 
 class Batching(NamedTuple):
@@ -112,7 +116,9 @@ class TrainConfig(_Section):
     workers: int = Field(default=2, gt=0)
     """Local processes to start; ignored under an outer torchrun."""
     output: str | None = None
-    """Directory for metrics and report; by default `runs/<timestamp>`."""
+    """Directory for metrics, checkpoints and report; by default `runs/<timestamp>`."""
+    resume: str | None = None
+    """A checkpoint to go on from, or `latest`: the last one in `output`, if there is one."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

@@ -26,6 +26,7 @@ from shardwise.planner.request import Candidate
 from shardwise.plans.auto import Auto
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.plan import Plan
+from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (
@@ -79,15 +80,23 @@ def train(config: TrainConfig, output: Path) -> Summary:
     if is_first:
         (output / PLAN_FILE).write_text(dump_plan(job.plan), encoding="utf-8")
     records: list[StepRecord] = []
+    checkpoints = Checkpoints.of(config, output, job.model, job.optimizer, job.scheduler)
+    done = checkpoints.resume(config.resume)
+    if done >= config.train.steps:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}, but the checkpoint was saved after step {done}; "
+            "give more steps"
+        )
     with (
-        MetricsWriter(output / METRICS_FILE if is_first else None) as metrics,
+        MetricsWriter(output / METRICS_FILE if is_first else None, done) as metrics,
         reporter(config.train.steps, visible=is_first) as progress,
     ):
-        for step in range(1, config.train.steps + 1):
+        for step in range(done + 1, config.train.steps + 1):
             record = train_step(job, step)
             records.append(record)
             metrics.write(record)
             progress.show(record)
+            checkpoints.after(step, last=step == config.train.steps)
     summary = summarise(job, records, output, time.perf_counter() - started)
     if is_first:
         (output / SUMMARY_FILE).write_text(json.dumps(summary.to_dict(), indent=2) + "\n")

@@ -11,6 +11,9 @@ from shardwise.train.config import ConfigError, TrainConfig
 from shardwise.train.metrics import METRICS_FILE, Summary
 
 CONFIG_FILE = "config.toml"
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its directory."""
+RESUME_LATEST = "latest"
 
 
 def run_training(config: TrainConfig, output: Path) -> Summary:
@@ -26,17 +29,30 @@ def run_training(config: TrainConfig, output: Path) -> Summary:
 
 def prepare_output(config: TrainConfig) -> Path:
     """Create the run's directory and write the job into it; raise if it holds another run."""
-    output = Path(config.output) if config.output else _fresh_directory(Path("runs"))
+    output = Path(config.output) if config.output else _default_directory(config)
     if not launch.is_rank_zero():
         return output  # rank 0 of the outer torchrun does it for all
-    if (output / METRICS_FILE).exists():
-        raise ConfigError(f"output: {output} already holds a run; choose another directory")
+    if config.resume is None and (output / METRICS_FILE).exists():
+        raise ConfigError(
+            f"output: {output} already holds a run; choose another directory, or go on with "
+            "--resume latest"
+        )
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / CONFIG_FILE).write_text(config.to_toml(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output: {output} cannot be written: {error.strerror}") from None
     return output
+
+
+def _default_directory(config: TrainConfig) -> Path:
+    """A new directory; with `--resume latest` the newest run that has checkpoints."""
+    runs = Path("runs")
+    if config.resume == RESUME_LATEST:
+        found = sorted(runs.glob(f"*/{CHECKPOINTS}/*"), key=lambda path: path.stat().st_mtime)
+        if found:
+            return found[-1].parent.parent
+    return _fresh_directory(runs)
 
 
 def _fresh_directory(parent: Path) -> Path:
