@@ -77,10 +77,11 @@ def worker(options: argparse.Namespace) -> None:
     model, optimizer = build(width, options.layers)
     nbytes = 12 * sum(p.numel() for p in model.parameters())
     sw.shard(model, optimizer, "zero3")
-    other, other_optimizer = build(width, options.layers)
+    other, _ = build(width, options.layers)
     for layer in other:
         fully_shard(layer)
     fully_shard(other)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-4)
     for each in ((model, optimizer), (other, other_optimizer)):
         step(*each, width, 8)
     state = {
