@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, capsys) -> Non
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch("shardwise.checkpoint.training.appender.os.pwrite", fail):
+    with mock.patch("os.pwrite", fail):
         assert "No space left on device; nothing was left" in refused(
             capsys, source, tmp_path / "out"
         )

@@ -33,8 +33,7 @@ class Reader:
         """Data of tensors that was read from files."""
         self._files: OrderedDict[int, int] = OrderedDict()
         self._tables: dict[int, memoryview] = {}
-        self._scratch = bytearray()
-        self._last: tuple[Chunk, int, bytes] | None = None
+        self._last: tuple[Chunk, int, bytearray] | None = None
         """The last block that was only used in part: the next read often begins there."""
 
     def __enter__(self) -> Self:
@@ -82,32 +81,43 @@ class Reader:
     def _read(
         self, name: str, tensor: Tensor, chunk: Chunk, begin: int, target: memoryview
     ) -> None:
-        """Bytes of a chunk: whole blocks are read and checked, the rest of them is dropped."""
+        """Bytes of a chunk: whole blocks go to their place, others through a buffer."""
         total = chunk.numel * tensor.item_bytes
         size = block_bytes(total)
-        if self._last is not None and self._last[0] == chunk and self._last[1] == begin // size:
-            block = memoryview(self._last[2])[begin % size :][: len(target)]
-            target[: len(block)] = block
-            target, begin = target[len(block) :], begin + len(block)
-        if not target:
-            return
-        first, last = begin // size, (begin + len(target) - 1) // size
-        origin, end = first * size, min((last + 1) * size, total)
-        if len(self._scratch) < end - origin:
-            self._scratch = bytearray(end - origin)
-        data = memoryview(self._scratch)[: end - origin]
-        self._fill(chunk.file, chunk.data + origin, data)
-        self.bytes_read += len(data)
-        checks = self._checks(chunk, total, first, last + 1)
-        for number, expected in enumerate(checks):
-            if crc32(data[number * size : (number + 1) * size]) != expected:
-                at = chunk.data + origin + number * size
+        while target:
+            number, inside = divmod(begin, size)
+            ends = begin + len(target) == total
+            whole = len(target) if ends else len(target) // size * size
+            if not inside and whole:
+                part = target[:whole]
+                self._read_blocks(name, tensor, chunk, number, part)
+            else:
+                if self._last is None or self._last[:2] != (chunk, number):
+                    data = bytearray(min(size, total - number * size))
+                    self._read_blocks(name, tensor, chunk, number, memoryview(data))
+                    self._last = (chunk, number, data)
+                block = self._last[2]
+                part = target[: len(block) - inside]
+                part[:] = block[inside : inside + len(part)]
+            target, begin = target[len(part) :], begin + len(part)
+
+    def _read_blocks(
+        self, name: str, tensor: Tensor, chunk: Chunk, first: int, target: memoryview
+    ) -> None:
+        """Read whole blocks, and check them."""
+        total = chunk.numel * tensor.item_bytes
+        size = block_bytes(total)
+        begin, count = chunk.data + first * size, -(-len(target) // size)
+        self._fill(chunk.file, begin, target)
+        self.bytes_read += len(target)
+        for number, expected in enumerate(self._checks(chunk, total, first, first + count)):
+            block = target[number * size : (number + 1) * size]
+            if crc32(block) != expected:
+                at = begin + number * size
                 raise DamagedError(
                     f"'{self.folder / self.index.files[chunk.file].name}' is damaged between bytes "
-                    f"{at} and {min(at + size, chunk.data + total)}, which are part of '{name}'."
+                    f"{at} and {at + len(block)}, which are part of '{name}'."
                 )
-        target[:] = data[begin - origin :][: len(target)]
-        self._last = (chunk, last, bytes(data[(last - first) * size :]))
 
     def _checks(self, chunk: Chunk, total: int, first: int, stop: int) -> tuple[int, ...]:
         file = self.index.files[chunk.file]
