@@ -4,11 +4,12 @@
     python benchmarks/checkpoint.py --disk FOLDER --ranks 4 --layers 6 --json checkpoint.json
 
 The same model is trained for a step under ``zero3``, under ``infinity`` (every state on the disk)
-and by FSDP2. Then all save and load in turns, in the same processes, with fio in between (direct,
-as many bytes, the best setting counts). Every save waits until its bytes are on the disk, and files
-are dropped from the page cache before they are loaded. The tables show medians over rounds, the
-memory that a save and a load take above training (peak resident size per rank), what an
-asynchronous save costs the steps beside it, and the bytes that are read under another plan.
+and by FSDP2. Then all save and load in turns, in the same processes, with fio in between (direct
+I/O to new files of as many bytes; the best setting counts). Every save waits until its bytes are
+on the disk, and files are dropped from the page cache before they are loaded. The tables show
+medians over rounds, the memory that a save and a load take above training (peak resident size per
+rank), what an asynchronous save costs the steps beside it, and the bytes that are read under
+another plan.
 """
 
 import argparse
@@ -39,7 +40,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--fio", default="1m:4,4m:4,4m:16", help="block:depth[:threads]")
+    parser.add_argument(
+        "--fio", default="1m:1:2,1m:4:2,4m:4:1,4m:16:1", help="block:depth[:threads]"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -217,9 +220,12 @@ def beside(contender: Ours, folder: Path) -> dict[str, float]:
     """What an asynchronous save costs the steps that run beside it."""
     import shardwise as sw
 
+    contender.step()
+    _reset_peak()
     alone = statistics.median([_timed(contender.step) for _ in range(5)])
+    before = _status("VmHWM")
     path = folder / "beside"
-    before, _ = _status("VmRSS"), _reset_peak()
+    _reset_peak()
     begin = time.perf_counter()
     pending = sw.save(path, contender.model, contender.optimizer, asynchronous=True)
     stall = _slowest(time.perf_counter() - begin)
@@ -330,18 +336,25 @@ def _remove(path: Path) -> None:
 
 
 def _fio(args: argparse.Namespace, folder: Path, nbytes: int) -> dict[str, dict[str, float]]:
-    """Bytes per second of the disk alone, by setting."""
-    sys.path.insert(0, str(HERE))
-    from disk import _Fio
-
-    file, size = str(folder / "fio"), nbytes >> 22 << 22
-    settings = args.fio.split(",")
-    _Fio(settings[0], size, file).run("write")  # lays out the file
+    """Bytes per second of the disk alone, by setting: new files are written, and then read."""
     found: dict[str, dict[str, float]] = {"save": {}, "load": {}}
-    for setting in settings:
-        found["save"][setting] = _Fio(setting, size, file).run("write")
-        found["load"][setting] = _Fio(setting, size, file).run("read")
-    Path(file).unlink()
+    for setting in args.fio.split(","):
+        block, depth, jobs = (*setting.split(":"), "1")[:3]
+        command = [
+            "fio", "--name=fio", f"--directory={folder}", f"--bs={block}", f"--iodepth={depth}",
+            "--thread", f"--numjobs={jobs}", f"--size={nbytes // int(jobs)}", "--group_reporting",
+            "--ioengine=libaio", "--direct=1", "--create_on_open=1", "--fallocate=none",
+            "--output-format=json",
+        ]  # fmt: skip
+        for what, options in (("save", ["--rw=write", "--end_fsync=1"]), ("load", ["--rw=read"])):
+            done = subprocess.run([*command, *options], capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"fio failed: {done.stderr.strip()}")
+            [job] = json.loads(done.stdout)["jobs"]
+            side = job["write" if what == "save" else "read"]
+            found[what][setting] = side["io_bytes"] / side["runtime"] * 1e3
+        for file in folder.glob("fio.*"):
+            file.unlink()
     return found
 
 
