@@ -15,11 +15,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.checkpoint import folder as folder_module
 from shardwise.checkpoint import pretrained
+from shardwise.cli.main import app
 from shardwise.plans.plan import Plan, Precision
 from shardwise.runtime.unit import State
 from tests.harness import PRELOAD, WorkerError, Workers
@@ -687,6 +689,7 @@ def export_tiny(root: str) -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         sw.export(model, Path(root) / kind)
+        sw.save(Path(root) / f"{kind}_run" / "step-1", model, optimizer)
         sw.export(model, Path(root) / f"{kind}_bf16", dtype=torch.bfloat16, max_shard_bytes=30_000)
         assert model.config.dtype is not torch.bfloat16
         trained = full(model)
@@ -704,7 +707,10 @@ class TestTransformers:
         two.run(export_tiny, str(tmp_path))
         for kind in ("gpt2", "llama"):
             expected = torch.load(tmp_path / f"{kind}.pt")
-            for name, dtype in ((kind, torch.float32), (f"{kind}_bf16", torch.bfloat16)):
+            run, out = str(tmp_path / f"{kind}_run"), str(tmp_path / f"{kind}_exported")
+            assert not CliRunner().invoke(app, ["export", run, out]).exception
+            written = ((kind, torch.float32), (f"{kind}_bf16", torch.bfloat16))
+            for name, dtype in (*written, (f"{kind}_exported", torch.float32)):
                 model, info = transformers.AutoModelForCausalLM.from_pretrained(
                     tmp_path / name, output_loading_info=True
                 )
@@ -720,10 +726,6 @@ class TestTransformers:
 
 
 def test_inspect(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from shardwise.cli.main import app
-
     tensors = {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.int8), "c": torch.ones(())}
     path = tmp_path / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
