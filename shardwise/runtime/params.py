@@ -28,8 +28,10 @@ class ParamMemory:
         self.full = SwappedBuffer(flat.spec.numel, dtype, device, pool)
         self.shard: Rest
         if rungs.params == 0 and plan.params.tier == "device":
-            # P rests in full: the full buffer is the shard and is never dropped.
+            # P rests in full: the full buffer is the shard and is never dropped. Its padding is in
+            # the blocks of wire formats, so it must not be what the memory had before.
             self.full.fill()
+            self.full.tensor.zero_()
             self.shard = Resident(self.full.tensor)
         else:
             numel = flat.part_at.numel

@@ -36,7 +36,7 @@ from tests.accelerator import parity
 from tests.accelerator.accelerators import chosen, prepare
 from tests.accelerator.parity import Way
 from tests.harness import Workers
-from tests.models import TinyGPT, adamw, batch, make, mine
+from tests.models import TinyGPT, adamw, batch, lm_loss, make, mine
 
 PAGE = memory.PAGE_BYTES
 LIMIT_S = 10.0
@@ -357,3 +357,24 @@ def _threads(folder: str) -> tuple[set[int], int]:
 def test_18_an_update_on_the_host_uses_its_processors(sim_one, tmp_path: Path) -> None:
     ((seen, all_of_them),) = sim_one.run(_threads, str(tmp_path))
     assert seen == {all_of_them}
+
+
+def _differences_in_full() -> list[float]:
+    """P rests in full, and differences of it travel in blocks that end in its padding."""
+    model = make(TinyGPT, torch.float32, seed=0)
+    optimizer = adamw(model)
+    sw.shard(model, optimizer, sw.presets.lean(), levels="node=1,world=2")
+    losses = []
+    for number in range(3):
+        loss = lm_loss(model, *(t.to(chosen().device) for t in mine(*batch(number))))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    sw.unshard(model)
+    return losses
+
+
+def test_padding_of_full_parameters_is_no_garbage(sim_two) -> None:
+    for losses in sim_two.run(_differences_in_full):
+        assert losses == sorted(losses, reverse=True)  # NaN is not
