@@ -377,4 +377,4 @@ def _differences_in_full() -> list[float]:
 
 def test_padding_of_full_parameters_is_no_garbage(sim_two) -> None:
     for losses in sim_two.run(_differences_in_full):
-        assert losses == sorted(losses, reverse=True)  # NaN is not
+        assert losses[0] > losses[1] > losses[2], losses
