@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         unshard,
     )
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
+    from shardwise.faults import find_nonfinite
     from shardwise.model.deferred import deferred_init
     from shardwise.planning import plan, simulate
     from shardwise.plans import presets
@@ -42,6 +43,7 @@ _HOMES = {
         "set_grad_divisor shard state_dict stats unshard"
     ),
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
+    "shardwise.faults": "find_nonfinite",
     "shardwise.model.deferred": "deferred_init",
     "shardwise.planning": "plan simulate",
     "shardwise.plans.auto": "Auto",
@@ -70,6 +72,7 @@ __all__ = [
     "clip_grad_norm_",
     "deferred_init",
     "export",
+    "find_nonfinite",
     "full_grads",
     "full_params",
     "load_pretrained",

@@ -6,6 +6,7 @@ Meant to be read from top to bottom, and to be copied.
 import json
 import math
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -112,7 +113,19 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
             f"train.clip = {config.train.clip} needs all gradients before anything is updated, but "
             "the plan updates in backward; set train.clip = 0, or tiers.update = 'step'"
         )
-    model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
+    if plan.tiers.update == "backward" and config.train.on_nonfinite == "skip":
+        raise ConfigError(
+            "train.on_nonfinite = 'skip' needs all gradients before anything is updated, but the "
+            "plan updates in backward; set it to 'stop' or 'go on', or tiers.update = 'step'"
+        )
+    model, optimizer = sw.shard(
+        model,
+        optimizer,
+        plan=plan,
+        levels=config.levels,
+        timeout_s=config.timeout_s,
+        patience_s=config.patience_s,
+    )
     if chosen is not None:
         compare_soon(runtime_of(model), chosen)
     # Weights are the same on every rank, dropout masks must differ.
@@ -208,16 +221,16 @@ def train_step(job: Job, step: int) -> StepRecord:
     started = time.perf_counter()
     options = job.config.train
     loss = accumulate_gradients(job, step)
-    norm = sw.clip_grad_norm_(job.model, options.clip or math.inf)
+    norm = float(sw.clip_grad_norm_(job.model, options.clip or math.inf))
+    mean_loss = mean_over_ranks(loss)  # like the norm, the same on all ranks
+    updates = (math.isfinite(mean_loss) and math.isfinite(norm)) or goes_on(
+        job, step, mean_loss, norm
+    )
     lr = float(job.scheduler.get_last_lr()[0])
-    job.optimizer.step()
+    if updates:
+        job.optimizer.step()
     job.scheduler.step()
     job.optimizer.zero_grad()
-    mean_loss = mean_over_ranks(loss)
-    if not math.isfinite(mean_loss):
-        raise DivergedError(
-            f"the loss is {mean_loss} at step {step}; lower optim.lr, or lengthen the warm-up"
-        )
     step_s = time.perf_counter() - started
     is_last = step == options.steps
     validates = is_last or (options.eval_every > 0 and step % options.eval_every == 0)
@@ -225,13 +238,35 @@ def train_step(job: Job, step: int) -> StepRecord:
         step=step,
         loss=mean_loss,
         lr=lr,
-        grad_norm=float(norm),
+        grad_norm=norm,
         tokens_per_s=options.global_batch * options.seq / step_s,
         step_s=step_s,
         rss_bytes=rss_bytes(),
         peak_rss_bytes=peak_rss_bytes(),
         val_loss=evaluate(job) if validates else None,
     )
+
+
+def goes_on(job: Job, step: int, loss: float, norm: float) -> bool:
+    """What a NaN or an Inf does: stop here, skip the update, or go on with it."""
+    policy = job.config.train.on_nonfinite
+    if policy == "go on":
+        return True
+
+    def forward() -> list[Tensor]:
+        batches = [job.train.get(step, micro) for micro in range(job.train.accumulation)]
+        rows = [batch.to(job.device) for batch in batches]
+        return [loss_of(job.model(input_ids=row, labels=row)) for row in rows]
+
+    what = "the loss" if not math.isfinite(loss) else "the norm of the gradients"
+    sentence = f"{what} is {norm if math.isfinite(loss) else loss} at step {step}"
+    if (place := sw.find_nonfinite(job.model, forward)) is not None:
+        sentence += f": {place}"
+    if policy == "stop":
+        raise DivergedError(f"{sentence}; lower optim.lr, or lengthen the warm-up")
+    if dist.get_rank() == 0:
+        print(f"skipped: {sentence}", file=sys.stderr)
+    return False
 
 
 def accumulate_gradients(job: Job, step: int) -> Tensor:

@@ -19,7 +19,11 @@ def run_training(config: TrainConfig, output: Path) -> Summary:
         config.batching(config.workers)  # before anything slow begins
     arguments = {"config": config.model_dump(mode="json"), "output": str(output)}
     answer = launch.run(
-        "shardwise.train.loop:train_worker", arguments, workers=config.workers, logs=output
+        "shardwise.train.loop:train_worker",
+        arguments,
+        workers=config.workers,
+        logs=output,
+        watching=launch.Watching(config.timeout_s, config.patience_s),
     )
     return Summary(**answer)
 

@@ -33,10 +33,11 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"core", "cost", "model", "planner", "plans"},
     "auto": {"comm", "core", "cost", "device", "model", "planner", "plans", "probing", "runtime"},
     "tracing": {"core"},
+    "faults": {"api", "runtime"},
     "api": {"auto", "checkpoint", "comm", "core", "device", "model", "plans", "runtime", "tier"},
-    "__init__": {"api", "auto", "core", "model", "planning", "plans", "probing", "tier", "tracing"},
+    "__init__": {"api", "auto", "core", "faults", "model", "planning", "plans", "probing", "tier", "tracing"},
     # Programs on top of it.
-    "train": {"__init__", "api", "auto", "core", "device", "model", "planner", "plans"},
+    "train": {"__init__", "api", "auto", "comm", "core", "device", "model", "planner", "plans"},
     "bench": {
         "__init__", "api", "core", "cost", "device", "model", "planner", "plans", "probing",
         "train", "wire",

@@ -12,7 +12,7 @@ from shardwise.cli.main import app
 NAMES = {
     "Auto", "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
     "TierError", "Tiers", "Tiling", "UsageError",
-    "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load_pretrained", "no_sync",
+    "clip_grad_norm_", "deferred_init", "export", "find_nonfinite", "full_grads", "full_params", "load_pretrained", "no_sync",
     "optim_state_dict", "plan", "presets", "probe", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
@@ -83,7 +83,7 @@ def test_every_public_name_is_annotated(name):
 
 def test_shard_has_the_parameters_of_every_plan_only():
     assert list(inspect.signature(shardwise.shard).parameters) == [
-        "model", "optimizer", "plan", "levels", "elementwise", "timeout_s", "device",
+        "model", "optimizer", "plan", "levels", "elementwise", "timeout_s", "patience_s", "run", "device",
     ]  # fmt: skip
 
 
