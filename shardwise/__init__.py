@@ -25,14 +25,17 @@ if TYPE_CHECKING:
         stats,
         unshard,
     )
+    from shardwise.checkpoint.training.background import Pending
+    from shardwise.checkpoint.training.load import Resumed
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
-    from shardwise.faults import find_nonfinite
+    from shardwise.faults import find_nonfinite, preempted
     from shardwise.model.deferred import deferred_init
     from shardwise.planning import plan, simulate
     from shardwise.plans import presets
     from shardwise.plans.auto import Auto
     from shardwise.plans.plan import Override, Plan, Precision, StatePlan, Tiers, Tiling
     from shardwise.probing.probe import probe
+    from shardwise.saving import load, save
     from shardwise.tier.budget import BudgetError
     from shardwise.tier.store import TierError
     from shardwise.tracing import trace
@@ -42,13 +45,16 @@ _HOMES = {
         "clip_grad_norm_ export full_grads full_params load_pretrained no_sync optim_state_dict "
         "set_grad_divisor shard state_dict stats unshard"
     ),
+    "shardwise.checkpoint.training.background": "Pending",
+    "shardwise.checkpoint.training.load": "Resumed",
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
-    "shardwise.faults": "find_nonfinite",
+    "shardwise.faults": "find_nonfinite preempted",
     "shardwise.model.deferred": "deferred_init",
     "shardwise.planning": "plan simulate",
     "shardwise.plans.auto": "Auto",
     "shardwise.plans.plan": "Override Plan Precision StatePlan Tiers Tiling",
     "shardwise.probing.probe": "probe",
+    "shardwise.saving": "load save",
     "shardwise.tier.budget": "BudgetError",
     "shardwise.tier.store": "TierError",
     "shardwise.tracing": "trace",
@@ -59,9 +65,11 @@ __all__ = [
     "Auto",
     "BudgetError",
     "Override",
+    "Pending",
     "Plan",
     "PlanError",
     "Precision",
+    "Resumed",
     "ShardwiseError",
     "StatePlan",
     "SyncError",
@@ -75,12 +83,15 @@ __all__ = [
     "find_nonfinite",
     "full_grads",
     "full_params",
+    "load",
     "load_pretrained",
     "no_sync",
     "optim_state_dict",
     "plan",
+    "preempted",
     "presets",
     "probe",
+    "save",
     "set_grad_divisor",
     "shard",
     "simulate",

@@ -6,24 +6,41 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.folder import Source, read_source
+from shardwise.cli.checkpoint import inspect_checkpoint, is_training_checkpoint
 from shardwise.cli.common import JSON_OPTION, print_json
+from shardwise.core.errors import UsageError
 from shardwise.core.sizes import format_bytes, format_count
 
 _LARGEST = 5
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A safetensors file, or a folder of them.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, a safetensors file, or a folder of either.")
+    ],
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare every byte of a checkpoint with its checksums."),
+    ] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Show tensors, parameters, bytes and dtypes of a safetensors file or folder.
+    """Show what a checkpoint has, or safetensors files: tensors, parameters, bytes and dtypes.
 
     Examples:
+
+      shardwise inspect checkpoints/step-1000 --verify
 
       shardwise inspect exported/
 
       shardwise inspect model.safetensors --json
     """
+    if is_training_checkpoint(path):
+        inspect_checkpoint(path, verify=verify, as_json=as_json)
+        return
+    if verify:
+        raise UsageError(
+            f"'{path}' is no training checkpoint; safetensors files have no checksums to verify."
+        )
     answer = to_dict(path, read_source(path))
     if as_json:
         print_json(answer)

@@ -14,6 +14,8 @@ from shardwise.cli import bench
 from shardwise.cli.common import print_error
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
+from shardwise.cli.export import export
+from shardwise.cli.import_ import import_
 from shardwise.cli.inspect import inspect
 from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
@@ -37,6 +39,8 @@ app.command()(verify)
 app.command()(explain)
 app.command()(simulate)
 app.command()(inspect)
+app.command()(export)
+app.command(name="import")(import_)
 app.command()(plan)
 app.command()(probe)
 app.command()(doctor)

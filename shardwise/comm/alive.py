@@ -119,6 +119,8 @@ def on_sigterm(action: Callable[[], None]) -> None:
     """What a SIGTERM does that is no consequence of a failure: by default it ends the process."""
     if _process.heart is not None:
         _process.heart.on_sigterm = action
+    elif threading.current_thread() is threading.main_thread():  # a single rank
+        signal.signal(signal.SIGTERM, lambda *_: action())
 
 
 def describe(error: BaseException) -> str:

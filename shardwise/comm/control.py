@@ -70,6 +70,17 @@ class Control:
         RECORDER.end(what)
         return box[0]
 
+    def gather_objects(self, value: object, what: str) -> list[object]:
+        """Every rank's value, on rank 0; an empty list on other ranks."""
+        if self._group is None:
+            return [value]
+        found: list[object] = [None] * self.world if self.rank == 0 else []
+        try:
+            dist.gather_object(value, found or None, dst=0, group=self._group)
+        except RuntimeError as error:
+            raise self._diagnose(what, error) from error
+        return found
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a CPU tensor with that of rank 0."""
         if self._group is not None:

@@ -29,6 +29,7 @@ from shardwise.comm.testimony import communicates
 from shardwise.core.failure import Fault, Kind, Report
 from shardwise.core.flight import RECORDER
 from shardwise.core.liveness import Liveness, Peer
+from shardwise.core.processes import Life
 
 _log = logging.getLogger("shardwise")
 _SIGTERM_GRACE_S = 1.0
@@ -241,15 +242,25 @@ class Heart:
         self._judged.set()
         speakers = set(self._members) - gone(faults) - left
         here = speakers & set(self._alarm.rings)
-        if here and min(here) == self._me.rank:
+        if here and min(here) == self._me.rank and not report.is_shared:
             flights = {rank: bytes(ring[:]) for rank, ring in self._alarm.rings.items()}
             with contextlib.suppress(Exception):  # this thread has to end the process
                 self._publish(report, flights, min(speakers) == self._me.rank)
+            self._kill_stopped(faults)
         if self._error is not None:
             self._shown.wait(2.0)
         else:
             time.sleep(_RESEND_S)
         _exit()
+
+    def _kill_stopped(self, faults: Iterable[Fault]) -> None:
+        """Those of this host cannot end by themselves, and launchers wait long for them."""
+        for fault in faults:
+            process = self._members[fault.rank].process
+            local = fault.rank in self._alarm.rings
+            if fault.kind is Kind.STOPPED and local and process.life() is Life.STOPPED:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     # --- inside -------------------------------------------------------------------------------
 

@@ -107,6 +107,13 @@ class Report:
         return [fault for fault in self.faults if fault.kind is first.kind]
 
     @property
+    def is_shared(self) -> bool:
+        """Whether all ranks raised the same, as about a mistake in the job: no rank has failed."""
+        told = {(fault.kind, fault.what) for fault in self.faults}
+        alike = len(self.faults) == self.world and len(told) == 1
+        return alike and self.faults[0].kind is Kind.RAISED
+
+    @property
     def sentence(self) -> str:
         """What failed, in a sentence."""
         cause = self.cause

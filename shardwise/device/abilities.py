@@ -110,6 +110,22 @@ def seed_random(device: torch.device, seed: int) -> None:
             _module(device).manual_seed(seed)
 
 
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of the default generators of the CPU and of a device."""
+    states = {"cpu": torch.get_rng_state()}
+    if separate_memory(device):
+        states["device"] = _module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(device: torch.device, states: dict[str, torch.Tensor]) -> None:
+    """Restore what ``random_states`` returned; generators that are absent stay as they are."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "device" in states and separate_memory(device):
+        _module(device).set_rng_state(states["device"], device)
+
+
 def _module(device: torch.device) -> Any:
     """What torch offers for a type of device: torch.cuda, torch.xpu and so on."""
     return torch.get_device_module(device)

@@ -28,10 +28,14 @@ class Steps:
         self.half_updated = False
         """Whether the last backward updated units on any rank, and no step followed."""
 
+    def takeover_of(self, optimizer: Optimizer) -> "OptimizerTakeover | None":
+        """How an optimizer was taken over; None before the first step of one built later."""
+        found = self.optimizers.get(optimizer)
+        return found() if found is not None else None
+
     def state_of(self, optimizer: Optimizer, slot: ParamSlot) -> dict[str, Any]:
         """What an optimizer keeps for this rank's shard of a parameter."""
-        found = self.optimizers.get(optimizer)
-        takeover = found() if found is not None else None
+        takeover = self.takeover_of(optimizer)
         return takeover.state_of(slot) if takeover else shown_state(optimizer, slot)
 
     def update_early(self, unit: Unit, op: Op, reduced: list[Ticket]) -> list[Ticket]:

@@ -91,6 +91,10 @@ class StepsConfig(_Section):
     """Steps between validations; 0 validates once, at the end."""
     eval_batches: int = Field(default=4, gt=0)
     """Global batches per validation."""
+    save_every: int = Field(default=0, ge=0)
+    """Steps between two checkpoints; the last step is saved as well. 0 saves none."""
+    keep: int = Field(default=3, gt=0)
+    """How many checkpoints of the run are kept, the newest ones."""
 
 
 class Batching(NamedTuple):
@@ -114,11 +118,17 @@ class TrainConfig(_Section):
     workers: int = Field(default=2, gt=0)
     """Local processes to start; ignored under an outer torchrun."""
     output: str | None = None
-    """Directory for metrics and report; by default `runs/<timestamp>`."""
+    """Directory for metrics, checkpoints and report; by default `runs/<timestamp>`."""
+    resume: str | None = None
+    """A checkpoint to go on from, or `latest`: the last one in `output`, if there is one."""
     timeout_s: float = Field(default=60.0, gt=0)
     """All ranks end within so long, with a report, when one was killed, stopped or cut off."""
     patience_s: float = Field(default=600.0, gt=0)
     """A rank that waits so long for one that lives raises an error."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often local workers are started anew, from the last checkpoint, after one has failed."""
+    preempted_code: int = Field(default=0, ge=0, le=255)
+    """The exit code after a SIGTERM, which saves a checkpoint and ends the run."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

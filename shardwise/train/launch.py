@@ -15,7 +15,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,8 @@ class WorkerError(ShardwiseError, RuntimeError):
     exit_code = 1
     details: Sequence[str] = ()
     """The report of what all ranks were doing."""
+    is_final = False
+    """Whether another attempt would fail as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,14 @@ def run(
     workers: int,
     logs: Path | None = None,
     watching: Watching | None = None,
+    forwards_sigterm: bool = False,
 ) -> Any:
     """Call `entry` ("module:function") with `arguments` on every worker; return rank 0's answer.
 
     Arguments and answer must be JSON. The stack trace of an unexpected error is written to `logs`,
     or to a new temporary directory. Raises the first worker error as one sentence, and
-    KeyboardInterrupt on Ctrl-C.
+    KeyboardInterrupt on Ctrl-C. With `forwards_sigterm` the workers end in their own way after a
+    SIGTERM; a second one ends them at once.
     """
     watching = watching or Watching()
     if logs is not None:
@@ -90,7 +94,9 @@ def run(
             "watching": asdict(watching),
         }
         (job_dir / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        _launch(job_dir, workers, logs, reports=Path(str(watching.folder)))
+        reports = Path(str(watching.folder))
+        with _sigterm_forwarded() if forwards_sigterm else nullcontext():
+            _launch(job_dir, workers, logs, reports, forwards_sigterm)
         return json.loads((job_dir / ANSWER_FILE).read_text(encoding="utf-8"))
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
@@ -113,6 +119,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def restarts_of_torchrun() -> int:
+    """How often an outer torchrun has started its ranks anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if under_torchrun() else 0
+
+
 def is_rank_zero() -> bool:
     """Whether this process reports for the job: rank 0, or a launcher."""
     return os.environ.get("RANK", "0") == "0"
@@ -132,7 +143,9 @@ def _local_environment() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
 
 
-def _launch(job_dir: Path, workers: int, logs: Path | None, *, reports: Path) -> None:
+def _launch(
+    job_dir: Path, workers: int, logs: Path | None, reports: Path, forwards_sigterm: bool
+) -> None:
     known = set(find_reports(reports))
     with _interrupts_held():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -152,7 +165,7 @@ def _launch(job_dir: Path, workers: int, logs: Path | None, *, reports: Path) ->
         shutdown_timeout=_SHUTDOWN_S,
         # SIGINT is not among them: Ctrl-C stays a KeyboardInterrupt here, and elastic then ends the
         # workers by SIGTERM, at once and without output.
-        signals_to_handle=",".join(_ELASTIC_SIGNALS),
+        signals_to_handle=",".join(_ELASTIC_SIGNALS[forwards_sigterm:]),
     )
     command = ("-m", "shardwise.train.worker", str(job_dir))
     environment = rank_environment(workers) | _local_environment()
@@ -176,7 +189,7 @@ def explain_failure(
 ) -> ShardwiseError:
     """The error that the launcher raises, with what the ranks have reported."""
     error = _first_error(job_dir, failed, logs)
-    if not reports or not isinstance(error, WorkerError):
+    if not reports or not isinstance(error, WorkerError) or error.is_final:
         return error
     report = json.loads(reports[-1].read_text(encoding="utf-8"))
     if report["cause"][0]["kind"] in ("stopped", "cut off"):
@@ -201,7 +214,9 @@ def _first_error(job_dir: Path, failed: "ChildFailedError", logs: Path | None) -
     if first["is_mistake"]:
         return UsageError(first["sentence"])
     if first["is_ours"]:
-        return WorkerError(f"rank {first['rank']}: {first['sentence']}")
+        error = WorkerError(f"rank {first['rank']}: {first['sentence']}")
+        error.is_final = first["is_final"]
+        return error
     trace = (logs or Path(tempfile.mkdtemp(prefix="shardwise-"))) / f"error-rank{first['rank']}.txt"
     trace.write_text(first["traceback"], encoding="utf-8")
     return WorkerError(f"rank {first['rank']}: {first['sentence']} (stack trace in {trace})")
@@ -240,6 +255,28 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextmanager
+def _sigterm_forwarded() -> Iterator[None]:
+    """The first SIGTERM goes to the workers, which end in their own way; a second ends all."""
+    import psutil
+
+    told: list[bool] = []
+
+    def forward(number: int, frame: object) -> None:
+        if told:
+            raise SystemExit(128 + number)
+        told.append(True)
+        for worker in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

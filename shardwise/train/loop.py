@@ -23,10 +23,12 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import PlanError, ShardwiseError, UsageError
+from shardwise.core.flight import RECORDER
 from shardwise.planner.request import Candidate
 from shardwise.plans.auto import Auto
 from shardwise.plans.file import dump_plan, load_plan
 from shardwise.plans.plan import Plan
+from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.config import ConfigError, OptimConfig, TrainConfig
 from shardwise.train.data import Batches, load_tokens, validation_of
 from shardwise.train.metrics import (
@@ -37,6 +39,7 @@ from shardwise.train.metrics import (
     StepRecord,
     Summary,
     peak_rss_bytes,
+    read_records,
     rss_bytes,
 )
 from shardwise.train.models import build_model, context_of, count_parameters, loss_of, vocab_of
@@ -47,6 +50,8 @@ class DivergedError(ShardwiseError, ArithmeticError):
     """Training diverged: the loss is not finite."""
 
     exit_code = 1
+    is_final = True
+    """Another attempt would diverge as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,28 +72,45 @@ class Job:
     """Predicted seconds per step, if the planner chose the plan."""
 
 
-def train_worker(config: dict[str, Any], output: str) -> dict[str, Any]:
+def train_worker(config: dict[str, Any], output: str, restarts: int = 0) -> dict[str, Any]:
     """Entry point of a worker: the job and the answer are plain data."""
-    return train(TrainConfig.model_validate(config), Path(output)).to_dict()
+    ended = train(TrainConfig.model_validate(config), Path(output), restarts)
+    return {"preempted": str(ended)} if isinstance(ended, Path) else ended.to_dict()
 
 
-def train(config: TrainConfig, output: Path) -> Summary:
-    """Train as one rank of the process group; rank 0 writes into `output`."""
+def train(config: TrainConfig, output: Path, restarts: int = 0) -> Summary | Path:
+    """Train as one rank of the process group; rank 0 writes into `output`.
+
+    Returns the last checkpoint instead of a summary if the job was preempted.
+    """
     job = build(config)
     started = time.perf_counter()
     is_first = dist.get_rank() == 0
     if is_first:
         (output / PLAN_FILE).write_text(dump_plan(job.plan), encoding="utf-8")
     records: list[StepRecord] = []
+    checkpoints = Checkpoints.of(config, output, job.model, job.optimizer, job.scheduler)
+    done = checkpoints.resume(config.resume)
+    RECORDER.stepped(done)
+    if restarts and done == config.train.steps:
+        records = read_records(output / METRICS_FILE)  # it failed after its last step
+    elif done >= config.train.steps:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}, but the checkpoint was saved after step {done}; "
+            "give more steps"
+        )
     with (
-        MetricsWriter(output / METRICS_FILE if is_first else None) as metrics,
+        MetricsWriter(output / METRICS_FILE if is_first else None, done) as metrics,
         reporter(config.train.steps, visible=is_first) as progress,
     ):
-        for step in range(1, config.train.steps + 1):
+        for step in range(done + 1, config.train.steps + 1):
             record = train_step(job, step)
             records.append(record)
             metrics.write(record)
             progress.show(record)
+            checkpoints.after(step, last=step == config.train.steps)
+            if sw.preempted(job.model) and step < config.train.steps:
+                return checkpoints.save(step)
     summary = summarise(job, records, output, time.perf_counter() - started)
     if is_first:
         (output / SUMMARY_FILE).write_text(json.dumps(summary.to_dict(), indent=2) + "\n")

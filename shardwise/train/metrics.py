@@ -73,10 +73,13 @@ class Summary:
 class MetricsWriter:
     """Appends records to a file, each written before the next step begins.
 
-    With path None it drops them, so that ranks other than 0 run the same code.
+    With path None it drops them, so that ranks other than 0 run the same code. A resumed run
+    replaces the lines of steps that it makes again, those after ``done``.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, done: int = 0) -> None:
+        if path is not None and path.exists():
+            _drop_after(path, done)
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def write(self, record: StepRecord) -> None:
@@ -96,6 +99,26 @@ class MetricsWriter:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _drop_after(path: Path, done: int) -> None:
+    """Keep the lines of steps up to ``done``; what a killed process wrote in part goes too."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= done:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    new = path.with_suffix(".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(path)
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """What a metrics file has."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [StepRecord(**json.loads(line)) for line in lines]
 
 
 def rss_bytes() -> int:

@@ -107,6 +107,7 @@ def _describe(error: BaseException, rank: int) -> dict[str, Any]:
         "time_ns": time.time_ns(),
         "is_mistake": isinstance(error, USER_MISTAKES),
         "is_ours": isinstance(error, ShardwiseError),
+        "is_final": getattr(error, "is_final", False),
         "sentence": sentence,
         "traceback": "".join(traceback.format_exception(error)),
     }

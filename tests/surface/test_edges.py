@@ -26,18 +26,25 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {"core", "device", "plans", "wire"},
     "model": {"core", "device", "plans"},
     "runtime": {"comm", "core", "device", "model", "plans", "tier", "wire"},
-    "checkpoint": {"comm", "core", "plans", "runtime", "tier"},
+    "checkpoint": {"comm", "core", "device", "plans", "runtime", "tier"},
     # Measuring, whose result is a cluster for planning.
     "probing": {"comm", "core", "cost", "device", "model", "plans", "tier", "wire"},
     # What users call: these wire the packages together.
     "planning": {"core", "cost", "model", "planner", "plans"},
     "auto": {"comm", "core", "cost", "device", "model", "planner", "plans", "probing", "runtime"},
     "tracing": {"core"},
-    "faults": {"api", "runtime"},
+    "faults": {"api", "comm", "runtime"},
     "api": {"auto", "checkpoint", "comm", "core", "device", "model", "plans", "runtime", "tier"},
-    "__init__": {"api", "auto", "core", "faults", "model", "planning", "plans", "probing", "tier", "tracing"},
+    "saving": {"api", "checkpoint", "core", "runtime"},
+    "__init__": {
+        "api", "auto", "checkpoint", "core", "faults", "model", "planning", "plans", "probing",
+        "saving", "tier", "tracing",
+    },
     # Programs on top of it.
-    "train": {"__init__", "api", "auto", "comm", "core", "device", "model", "planner", "plans"},
+    "train": {
+        "__init__", "api", "auto", "checkpoint", "comm", "core", "device", "model", "planner",
+        "plans",
+    },
     "bench": {
         "__init__", "api", "core", "cost", "device", "model", "planner", "plans", "probing",
         "train", "wire",

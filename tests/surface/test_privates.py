@@ -45,6 +45,7 @@ FOREIGN = {
     "nn.Module._call_impl": "the frame of a module's call on the stack",
     "torch.autograd.Variable._execution_engine": "callbacks at the end of a backward",
     "dist.distributed_c10d._get_default_store": "the store in which ranks leave notes",
+    "filesystem._StorageInfo": "where a box is, in the index of a distributed checkpoint",
     "*_library._destroy": "takes replaced kernels out again",
     # --- the standard library
     "os._exit": "leaves without the interpreter's exit, which gloo's threads may abort",

@@ -10,10 +10,11 @@ import shardwise
 from shardwise.cli.main import app
 
 NAMES = {
-    "Auto", "BudgetError", "Override", "Plan", "PlanError", "Precision", "ShardwiseError", "StatePlan", "SyncError",
+    "Auto", "BudgetError", "Override", "Pending", "Plan", "PlanError", "Precision", "Resumed", "ShardwiseError", "StatePlan", "SyncError",
     "TierError", "Tiers", "Tiling", "UsageError",
-    "clip_grad_norm_", "deferred_init", "export", "find_nonfinite", "full_grads", "full_params", "load_pretrained", "no_sync",
-    "optim_state_dict", "plan", "presets", "probe", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
+    "clip_grad_norm_", "deferred_init", "export", "find_nonfinite", "full_grads", "full_params", "load", "load_pretrained",
+    "no_sync", "optim_state_dict", "plan", "preempted", "presets", "probe", "save", "set_grad_divisor", "shard", "simulate", "state_dict",
+    "stats", "trace", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {
@@ -23,7 +24,9 @@ OPTIONS = {
     },
     "doctor": {"--clean", "--gpu", "--json", "--model", "--output"},
     "explain": {"--model", "--levels", "--accumulate", "--phase", "--micro-batch", "--seq", "--json"},
-    "inspect": {"--json"},
+    "export": {"--dtype", "--max-file-size", "--overwrite", "--json"},
+    "inspect": {"--verify", "--json"},
+    "import": {"--json"},
     "plan": {
         "--cluster", "--model", "--ranks", "--global-batch", "--seq", "--memory", "--path", "--dtype", "--lossless",
         "--output", "--chart", "--json",
@@ -34,8 +37,8 @@ OPTIONS = {
         "--output", "--trace", "--json",
     },
     "train": {
-        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--set", "--print-config",
-        "--json",
+        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--save-every", "--resume", "--max-restarts",
+        "--set", "--print-config", "--json",
     },
     "verify": {
         "--plan", "--nvme", "--model", "--levels", "--workers", "--steps", "--dtype", "--global-batch", "--accumulation",

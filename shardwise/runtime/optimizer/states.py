@@ -8,7 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
-from shardwise.device.abilities import HOST
+from shardwise.device.abilities import HOST, separate_memory
+from shardwise.runtime.optimizer.at_rest import is_per_element
 from shardwise.runtime.optimizer.windows import WindowedUpdate
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
@@ -21,7 +22,7 @@ from shardwise.runtime.surface.face import (
     tile_state,
     whole_state,
 )
-from shardwise.tier.rest import PartOf, Resident
+from shardwise.tier.rest import PartOf, Resident, Rest
 
 _NOTE = "shardwise"
 
@@ -112,6 +113,62 @@ class States:
         if self._windows.covers(slot):
             return self._windows.states.state_of(slot)
         return shown_state(self._optimizer, slot)
+
+    def at_rest(self, slot: ParamSlot) -> tuple[State, dict[str, Rest]]:
+        """A parameter's state without reading it: numbers, and per-element states, each as a shard
+        that covers the slot's segment. Both are empty before the first step."""
+        if self._windows.covers(slot):
+            states = self._windows.states
+            numbers = states.numbers.get(slot, {})
+            names = states.tensors.get(slot, set())
+            place = slot.segment.relative_to(slot.flat.optim_at.start)
+            rests = states.rests.get(slot.flat, {})
+            return dict(numbers), {key: PartOf(rests[key], place) for key in sorted(names)}
+        found: dict[str, Rest] = {}
+        numbers = {}
+        for key, value in shown_state(self._optimizer, slot).items():
+            if is_per_element(value, slot.part_shape):
+                found[key] = self._resident(value.detach().view(-1))
+            else:
+                numbers[key] = value
+        return numbers, found
+
+    def replace(
+        self, slot: ParamSlot, numbers: State | None, dtypes: dict[str, torch.dtype]
+    ) -> dict[str, Rest]:
+        """Replaces a parameter's state by numbers and per-element states with arbitrary values,
+        which are filled through what is returned; ``numbers`` None: as before its first step."""
+        if numbers is None or not slot.segment.numel:
+            self._set_state(slot, None)
+            return {}
+        if self._windows.covers(slot):
+            states = self._windows.states
+            states.set_state(slot, numbers)
+            states.tensors[slot] |= dtypes.keys()
+            place = slot.segment.relative_to(slot.flat.optim_at.start)
+            for key, dtype in dtypes.items():
+                states.rest(slot.flat, key, dtype)
+            states.show(slot)
+            rests = states.rests[slot.flat] if dtypes else {}
+            return {key: PartOf(rests[key], place) for key in dtypes}
+        before, device = shown_state(self._optimizer, slot), self._device_of(slot)
+        state: State = {
+            key: value.to(device) if isinstance(value, torch.Tensor) and key != "step" else value
+            for key, value in numbers.items()
+        }
+        for key, dtype in dtypes.items():
+            old: Any = before.get(key)
+            if is_per_element(old, slot.part_shape) and old.dtype == dtype:
+                state[key] = old
+            else:
+                state[key] = torch.empty(slot.part_shape, dtype=dtype, device=device)
+        show_state(self._optimizer, slot, state)
+        return {key: self._resident(state[key].view(-1)) for key in dtypes}
+
+    def _resident(self, tensor: torch.Tensor) -> Resident:
+        device = self._runtime.grid.device
+        beside = separate_memory(device) and not separate_memory(tensor.device)
+        return Resident(tensor, device if beside else None)
 
     def _set_state(self, slot: ParamSlot, state: State | None) -> None:
         if self._windows.covers(slot):

@@ -68,8 +68,8 @@ class OptimizerTakeover:
         self._windows = WindowedUpdate(runtime, optimizer, windowed)
         self._swap = Swap(runtime, optimizer)
         self._windows.reserve()
-        self._states = States(runtime, optimizer, self._windows)
-        self._states.adopt()
+        self.states = States(runtime, optimizer, self._windows)
+        self.states.adopt()
         self._install()
         runtime.steps.optimizers[optimizer] = weakref.ref(self)
 
@@ -158,7 +158,7 @@ class OptimizerTakeover:
         return self._windows.update_in_backward(unit, reduced)
 
     def state_of(self, slot: ParamSlot) -> State:
-        return self._states.state_of(slot)
+        return self.states.state_of(slot)
 
     def _install(self) -> None:
         optimizer, removers = self._optimizer, self._runtime.removers
@@ -167,7 +167,7 @@ class OptimizerTakeover:
             optimizer.register_step_post_hook(self._after_step),
         )
         removers += [handle.remove for handle in handles]
-        self._states.install()
-        removers.append(self._states.drop)  # states of shards mean nothing to plain parameters
+        self.states.install()
+        removers.append(self.states.drop)  # states of shards mean nothing to plain parameters
         self._runtime.recoveries.append(self._recover)
         methods.wrap(self._runtime, optimizer, self._recover)

@@ -1,0 +1,1 @@
+"""Checkpoints of others: read without executing their pickles, and streamed into our format."""

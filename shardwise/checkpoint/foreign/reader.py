@@ -1,0 +1,88 @@
+"""A DCP folder of others, as ``sw.load`` reads checkpoints: by intervals, without a conversion."""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.foreign.contents import Foreign, ForeignTensor, Readable, State
+from shardwise.checkpoint.foreign.dcp import METADATA_FILE
+from shardwise.checkpoint.foreign.folders import read_folders
+from shardwise.checkpoint.training.index import Index, Tensor
+from shardwise.checkpoint.training.plain import encode
+from shardwise.checkpoint.training.read import Reader
+
+MODEL, OPTIM = "model", "optim.state"
+
+
+class ForeignReader(Reader):
+    """Reads a folder that FSDP2 or torchtitan wrote; nothing in it is executed.
+
+    Its data has no checksums of blocks, so that only what torch's zips say of it can be checked,
+    and not here: ``shardwise import`` does that.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        found = read_folders(folder)
+        self._sources: dict[str, Readable] = {}
+        super().__init__(folder, Index())
+        for tensor in found.tensors:
+            self._add(f"{MODEL}.{tensor.name}", tensor.value)
+            for key, state in tensor.states.items():
+                self._add(f"{OPTIM}.{tensor.name}.{key}", _readable(state))
+        self.index.aliases = {
+            f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in found.aliases.items()
+        }
+        self.index.values = {
+            "step": found.step,
+            "groups": _groups(found),
+            "plan": "",
+            "world": 0,
+            "ranks": [],
+        }
+        self.index.digest = zlib.crc32((folder / METADATA_FILE).read_bytes())
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        source = self._sources[self.index.aliases.get(name, name)]
+        out.copy_(source.flat(start, start + out.numel()))
+        self.bytes_read += out.nbytes
+
+    def _add(self, name: str, value: Readable) -> None:
+        dtype = str(value.dtype).removeprefix("torch.")
+        self._sources[name] = value
+        self.index.tensors[name] = Tensor(dtype, tuple(value.shape), ())
+
+
+class _Number:
+    """A number as torch's optimizers keep it, such as Adam's step."""
+
+    shape: tuple[int, ...] = ()
+    dtype = torch.float32
+
+    def __init__(self, value: float) -> None:
+        self._value = torch.tensor([float(value)])
+
+    def flat(self, begin: int, end: int) -> torch.Tensor:
+        return self._value[begin:end]
+
+
+def _readable(state: State) -> Readable:
+    return _Number(state) if isinstance(state, int | float) else state
+
+
+def _groups(found: Foreign) -> list[dict[str, Any]]:
+    """Each trained parameter as a group of its own, with the options that say what an update is."""
+    return [
+        {
+            **{key: encode(value, f"option '{key}'") for key, value in _options(tensor).items()},
+            "params": [tensor.name],
+        }
+        for tensor in found.tensors
+        if tensor.trained
+    ]
+
+
+def _options(tensor: ForeignTensor) -> dict[str, Any]:
+    kernels = ("foreach", "fused", "capturable", "differentiable", "params")
+    return {key: value for key, value in tensor.options.items() if key not in kernels}

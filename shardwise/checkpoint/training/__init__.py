@@ -1,0 +1,1 @@
+"""Training checkpoints: saved from shards in DCP's format, loaded under any plan and world."""

@@ -1,0 +1,118 @@
+"""Saves beside training: what is saved is what was there, and a failure is told and loses nothing."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.checkpoint.training.index import read_index
+from shardwise.checkpoint.training.verify import faults
+from tests.checkpoint.runs import Run, assert_equal, plan_of
+from tests.checkpoint.test_export import refusal
+from tests.harness import Workers
+
+
+class Slow:
+    """Writes that wait in other threads, so that training overtakes them."""
+
+    def __init__(self) -> None:
+        self.write, self.main = os.write, threading.current_thread()
+        self.threads: set[str] = set()
+        self.fails = False
+
+    def __call__(self, *args) -> int:
+        if threading.current_thread() is not self.main:
+            self.threads.add(threading.current_thread().name)
+            time.sleep(0.004)
+            if self.fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return self.write(*args)
+
+
+def beside(root: str, names: list[str]) -> None:
+    """Training that goes on meanwhile is not in the checkpoint, and has the bits it always has."""
+    for name in names:
+        run = Run(plan_of(name, root))
+        run.steps(0, 1)
+        run.save(Path(root) / name)
+        values, losses = run.values(), run.steps(2, 3)
+        run.load(Path(root) / name)
+        slow = Slow()
+        with mock.patch("os.write", slow):
+            pending = run.save(Path(root) / f"{name}-beside", step=2, asynchronous=True)
+            assert run.steps(2, 3) == losses, name
+            pending.wait()
+        assert slow.threads == {"shardwise-save"}
+        assert faults(Path(root) / f"{name}-beside") == []
+        again = Run(plan_of(name, root), seed=1)
+        again.load(Path(root) / f"{name}-beside")
+        assert_equal(again.values(), values, name)
+        assert again.steps(2, 3) == losses, name
+        run.end()
+        again.end()
+
+
+def told(root: str) -> None:
+    """A failure on one rank is raised by the next step on all, and everything goes on as before."""
+    run = Run(plan_of("amsp"))
+    run.step(0)
+    run.save(Path(root) / "step-1")
+    expected = run.steps(1, 2, 3)
+    run.load(Path(root) / "step-1")
+    slow = Slow()
+    slow.fails = dist.get_rank() == 1
+    with mock.patch("os.write", slow):
+        pending = run.save(Path(root) / "step-2", asynchronous=True)
+        pending._thread.join()
+        message = refusal(lambda: run.step(1))
+    assert "step-2' could not be saved: " in message, message
+    assert "ran out of disk space" in message
+    dist.barrier()
+    assert sorted(os.listdir(root)) == ["latest", "step-1"]
+    dist.barrier()
+    run.optimizer.zero_grad()
+    run.load(Path(root) / "step-1")  # the step that raised had drawn random numbers
+    assert run.steps(1, 2) == expected[:2]
+    slow.fails = dist.get_rank() == 0
+    with mock.patch("os.write", slow):
+        run.save(Path(root) / "step-3", asynchronous=True)
+        message = refusal(lambda: run.save(Path(root) / "step-3"))
+    assert "step-3' could not be saved" in message
+    run.save(Path(root) / "step-3")
+    assert run.step(3) == expected[2]
+    assert faults(Path(root) / "step-3") == []
+
+
+def adapters(root: str) -> None:
+    """Trained parameters alone: small, and loaded over a model that has the rest."""
+    run = Run(plan_of("zero3"))
+    for name, parameter in run.model.named_parameters():
+        assert parameter.requires_grad == (name != "blocks.1.up.weight")
+    run.step(0)
+    run.save(Path(root) / "all")
+    run.save(Path(root) / "trained", only="trained")
+    values = run.values()
+    other = Run(plan_of("zero1"))  # the same frozen weights
+    other.load(Path(root) / "trained")
+    scale = "False.scale", "True.scale"
+    expected = {name: value for name, value in values.items() if name not in scale}
+    assert_equal({n: v for n, v in other.values().items() if n not in scale}, expected)
+    assert "model.blocks.1.up.weight" not in read_index(Path(root) / "trained").tensors
+    message = refusal(lambda: sw.save(Path(root) / "x", run.model, only="frozen"))
+    assert "only='frozen' is not known" in message
+
+
+class TestBeside:
+    def test_two_ranks(self, two: Workers, tmp_path: Path) -> None:
+        two.run(beside, str(tmp_path), ["zero1", "infinity", "lean"])
+
+    def test_failures_are_told(self, two: Workers, tmp_path: Path) -> None:
+        two.run(told, str(tmp_path))
+
+    def test_trained_parameters_alone(self, two: Workers, tmp_path: Path) -> None:
+        two.run(adapters, str(tmp_path))
