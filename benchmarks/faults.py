@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -161,14 +162,44 @@ KINDS = ("killed", "stopped", "exception", "cut link", "full disk")
 
 
 def recorder() -> None:
-    """What a record costs, and how many a step of this model makes."""
-    from shardwise.core.flight import RECORDER
+    """What the flight recorder costs a small step on one rank, with and without it in turns."""
+    import torch
 
+    import shardwise as sw
+    from shardwise.core.flight import RECORDER, SIZE, read
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sw.shard(model, optimizer, replace(sw.presets.zero3(), min_unit_numel=1))
+
+    def step() -> None:
+        model(torch.randn(64, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert len(RECORDER.snapshot()) == SIZE
+    write, times = RECORDER.write, {"with": [], "without": []}
+    for turn in range(400):
+        how = ("with", "without")[turn % 2]
+        RECORDER.write = write if how == "with" else lambda *_: time.perf_counter()
+        begin = time.perf_counter()
+        step()
+        times[how].append(time.perf_counter() - begin)
+    RECORDER.write = write
     begin = time.perf_counter()
     for _ in range(100_000):
         RECORDER.begin("gather", "blocks.1")
     record_s = (time.perf_counter() - begin) / 100_000
-    print(f"a record of the flight recorder takes {record_s * 1e6:.2f} µs")
+    before = time.perf_counter()
+    step()
+    records = sum(event.at_s >= before for event in read(RECORDER.snapshot()).events)
+    step_s = statistics.median(times["without"])
+    print(
+        f"flight recorder: {records} records of {record_s * 1e6:.2f} µs a step of "
+        f"{step_s * 1e3:.2f} ms, {records * record_s / step_s:.2%}; measured in turns: "
+        f"{statistics.median(times['with']) / step_s - 1:+.2%}"
+    )
 
 
 def main() -> None:

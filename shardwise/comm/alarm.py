@@ -10,7 +10,7 @@ from shardwise.core.failure import Fault, Kind, Report, Statement, order_faults
 from shardwise.core.flight import attach, read
 from shardwise.core.processes import ProcessId
 
-_MOST_FAULTS, _LONGEST = 64, 1000
+_MOST_FAULTS, _LONGEST = 64, 400
 """A message fits into a datagram."""
 
 

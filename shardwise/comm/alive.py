@@ -48,9 +48,13 @@ class _Process:
         """A SIGTERM wakes the heart even while the main thread is in a collective."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _terminated):
+        if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _terminated):
+            return  # the program has its own way
+        before = signal.set_wakeup_fd(heart.wake_writer, warn_on_full_buffer=False)
+        if before == -1:
             signal.signal(signal.SIGTERM, _terminated)
-            signal.set_wakeup_fd(heart.wake_writer, warn_on_full_buffer=False)
+        else:
+            signal.set_wakeup_fd(before)  # the program waits for signals itself, as asyncio does
 
     def _forked(self) -> None:
         """A child of this process, such as a loader of data, is no rank."""
@@ -141,7 +145,7 @@ def publish(report: Report, flights: dict[int, bytes], is_first: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for rank, ring in flights.items():
             (folder / f"rank-{rank}{SUFFIX}").write_bytes(ring)
-        if not (folder / REPORT_FILE).exists():  # the other side of a cut link may have said it
+        if is_first or not (folder / REPORT_FILE).exists():  # hosts may have disks of their own
             _write(folder / REPORT_TEXT, "\n".join(report.lines()) + "\n")
             _write(folder / REPORT_FILE, dump_report(report))
     except OSError as error:

@@ -35,6 +35,8 @@ _log = logging.getLogger("shardwise")
 _SIGTERM_GRACE_S = 1.0
 """A launcher ends the others when a rank has failed: so long is looked for one that has."""
 _RESEND_S = 0.1
+_SMALL_WORLD, _FIRST_RANKS = 64, 8
+"""In larger jobs an alarm goes to neighbours, who pass it on, and to a few ranks that collect."""
 
 
 class Heart:
@@ -54,6 +56,9 @@ class Heart:
         others = [member for member in self._members.values() if member.rank != me.rank]
         self._liveness = Liveness((_peer(member, me.host) for member in others), timeout_s)
         self._watched = neighbours(me.rank, len(self._members))
+        small = len(self._members) <= _SMALL_WORLD
+        self._collectors = set(self._members if small else range(_FIRST_RANKS))
+        self._told_first = self._collectors | set(self._watched) | set(self._alarm.rings)
         self._wake_reader, self.wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self.wake_writer, False)
@@ -140,7 +145,8 @@ class Heart:
 
     def _beat(self) -> None:
         while not self._over.is_set():
-            soon = _RESEND_S if self._ending_s is not None or self._error else self.beats_s
+            hurries = self._ending_s or self._error or self._noticed_s
+            soon = _RESEND_S if hurries else self.beats_s
             with contextlib.suppress(OSError):
                 select.select([self._courier.fileno(), self._wake_reader], [], [], soon)
             if self._over.is_set():
@@ -190,6 +196,11 @@ class Heart:
     def _judge(self, now: float) -> None:
         """Whether this rank has to end."""
         faults = self._liveness.faults(now)
+        if not faults:
+            self._noticed_s = self._communicates_since = None
+        elif self._noticed_s is None:
+            self._noticed_s = now
+            return  # what a rank said just before it ended may be on its way
         if self._error is not None:
             sure = not self._liveness.uncertain(now, self.beats_s)
             waited = now - self._error.since_s
@@ -202,10 +213,8 @@ class Heart:
                 self.told_to_end_s = None
                 self.on_sigterm()
             return
-        if not faults:
-            self._noticed_s = self._communicates_since = None
+        if not faults or self._noticed_s is None:
             return
-        self._noticed_s = self._noticed_s or now
         if not communicates():
             self._communicates_since = None
         elif self._communicates_since is None:
@@ -225,11 +234,13 @@ class Heart:
         own = [self._error] if self._error is not None else []
         faults = self._alarm.faults(own, self._liveness.faults(now))
         said = self._alarm.statements
-        waited_for = [rank for rank in self._others(gone(faults)) if rank not in said]
+        collects = self._me.rank in self._collectors
+        waited_for = [rank for rank in self._others(gone(faults)) if rank not in said and collects]
         if now - self._sent_s >= _RESEND_S:
             self._sent_s = now
             for rank in self._others():
-                self._courier.send(rank, "alarm", self._alarm.message(faults, now))
+                if rank in self._told_first:
+                    self._courier.send(rank, "alarm", self._alarm.message(faults, now))
         if waited_for and now - self._ending_s < min(3.0, max(0.5, self.timeout_s / 8)):
             return
         if now - self._ending_s >= 2 * _RESEND_S:  # every rank has heard it twice
@@ -246,21 +257,13 @@ class Heart:
             flights = {rank: bytes(ring[:]) for rank, ring in self._alarm.rings.items()}
             with contextlib.suppress(Exception):  # this thread has to end the process
                 self._publish(report, flights, min(speakers) == self._me.rank)
-            self._kill_stopped(faults)
+            stopped = [self._members[fault.rank] for fault in faults if fault.kind is Kind.STOPPED]
+            _kill_stopped([member for member in stopped if member.host == self._me.host])
         if self._error is not None:
             self._shown.wait(2.0)
         else:
             time.sleep(_RESEND_S)
         _exit()
-
-    def _kill_stopped(self, faults: Iterable[Fault]) -> None:
-        """Those of this host cannot end by themselves, and launchers wait long for them."""
-        for fault in faults:
-            process = self._members[fault.rank].process
-            local = fault.rank in self._alarm.rings
-            if fault.kind is Kind.STOPPED and local and process.life() is Life.STOPPED:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -302,6 +305,14 @@ def neighbours(rank: int, world: int) -> list[int]:
         found |= {(rank + distance) % world, (rank - distance) % world}
         distance *= 2
     return sorted(found - {rank})
+
+
+def _kill_stopped(members: Iterable[Member]) -> None:
+    """Ranks of this host that cannot end by themselves; launchers would wait long for them."""
+    for member in members:
+        if member.process.life() is Life.STOPPED:
+            with contextlib.suppress(OSError):
+                os.kill(member.process.pid, signal.SIGKILL)
 
 
 def _exit() -> NoReturn:

@@ -93,6 +93,11 @@ class Flight:
         return {thread: stack for thread, stack in stacks.items() if stack}
 
 
+class _Thread(threading.local):
+    entry: list[int] | None = None
+    """The number of its name, and how many operations it has begun."""
+
+
 class Recorder:
     """Writes the ring of this process; any thread may. About half a microsecond a record."""
 
@@ -101,8 +106,7 @@ class Recorder:
         self._turns = itertools.count()
         self._names: dict[str, int] = {"": 0}
         self._used = 0
-        self._threads: dict[int, list[int]] = {}
-        """The name of each thread, and how many operations it has begun."""
+        self._mine = _Thread()
         self._latest: dict[int, tuple[float, tuple[Mark, str, str]]] = {}
         """The last record of each thread, for a look that costs nothing."""
         self._lock = threading.Lock()
@@ -111,18 +115,18 @@ class Recorder:
 
     def begin(self, what: str, unit: str = "") -> float:
         """Something begins on this thread; returns the time."""
-        return self._write(Mark.BEGIN, what, unit)
+        return self.write(Mark.BEGIN, what, unit)
 
     def end(self, what: str, unit: str = "") -> float:
         """It is over."""
-        return self._write(Mark.END, what, unit)
+        return self.write(Mark.END, what, unit)
 
     def point(self, what: str, unit: str = "") -> float:
-        return self._write(Mark.POINT, what, unit)
+        return self.write(Mark.POINT, what, unit)
 
     def reset(self) -> None:
         """This thread begins anew: an exception may have left what it had begun."""
-        self._write(Mark.RESET, "", "")
+        self.write(Mark.RESET, "", "")
 
     def stepped(self, step: int | None = None) -> None:
         """An optimizer step is done; ``step`` is its number, if the program counts otherwise."""
@@ -161,28 +165,28 @@ class Recorder:
         """The ring as it is now."""
         return bytes(self._memory)
 
-    def _write(self, mark: Mark, what: str, unit: str) -> float:
+    def write(self, mark: Mark, what: str, unit: str) -> float:
+        """Add a record; returns its time."""
         now = time.perf_counter()
-        names, threads = self._names, self._threads
-        ident = threading.get_ident()
-        if what not in names or unit not in names or ident not in threads:
-            self._introduce(what, unit, ident)
-        thread = threads[ident]
+        names, thread = self._names, self._mine.entry
+        if what not in names or unit not in names or not thread:
+            thread = self._introduce(what, unit)
         thread[1] += mark == 1
         at = _RECORDS_AT + next(self._turns) % _RECORDS * 16
         _RECORD.pack_into(
             self._memory, at, now, names[what], names[unit], thread[0], mark, thread[1] % TURNS
         )
-        self._latest[ident] = now, (mark, what, unit)
+        self._latest[thread[0]] = now, (mark, what, unit)
         return now
 
-    def _introduce(self, what: str, unit: str, ident: int) -> None:
+    def _introduce(self, what: str, unit: str) -> list[int]:
         with self._lock:
             thread = threading.current_thread().name.removeprefix("shardwise-")
             for name in (what, unit, thread):
                 if name not in self._names:
                     self._add(name)
-            self._threads[ident] = [self._names[thread], 0]
+            self._mine.entry = self._mine.entry or [self._names[thread], 0]
+            return self._mine.entry
 
     def _add(self, name: str) -> None:
         text = name.encode()[:200]

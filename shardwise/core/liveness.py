@@ -89,7 +89,7 @@ class Liveness:
                 return Fault(peer.rank, Kind.ENDED, peer.heard_s or now_s)
             if peer.stopped_s is not None and now_s - peer.stopped_s >= self.silence_s:
                 return Fault(peer.rank, Kind.STOPPED, peer.stopped_s)
-            if life is Life.RUNS:
+            if life is not Life.UNKNOWN:
                 return None
         if peer.refused_s is not None and now_s - peer.refused_s >= self.timeout_s / 20:
             return Fault(peer.rank, Kind.ENDED, peer.heard_s or peer.refused_s)
