@@ -109,7 +109,7 @@ def adapters(root: str) -> None:
 
 class TestBeside:
     def test_two_ranks(self, two: Workers, tmp_path: Path) -> None:
-        two.run(beside, str(tmp_path), ["zero1", "infinity", "lean"])
+        two.run(beside, str(tmp_path), ["infinity", "lean"])
 
     def test_failures_are_told(self, two: Workers, tmp_path: Path) -> None:
         two.run(told, str(tmp_path))

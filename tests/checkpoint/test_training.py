@@ -24,7 +24,7 @@ from tests.harness import Workers
 from tests.models import TinyGPT, UntiedGPT, adamw, make
 from tests.runtime.support import sgd, small
 
-EXACT = ["zero1", "zero3", "hsdp", "amsp", "zeropp", "lean", "infinity", "tiled", "feedback"]
+EXACT = ["hsdp", "amsp", "zeropp", "lean", "infinity", "tiled", "feedback"]
 
 
 # --- the same plan and world ------------------------------------------------------------------
@@ -63,20 +63,25 @@ def go_on(root: str, names: list[str]) -> None:
 
 class TestSamePlan:
     def test_one_rank(self, one: Workers, tmp_path: Path) -> None:
-        one.run(go_on, str(tmp_path), ["zero3", "infinity", "tiled infinity"])
+        one.run(go_on, str(tmp_path), ["zero3", "tiled infinity"])
 
     def test_two_ranks(self, two: Workers, tmp_path: Path) -> None:
-        two.run(go_on, str(tmp_path), ["zero1", "optim on disk", "ddp"])
+        two.run(go_on, str(tmp_path), ["zero1", "optim on disk"])
 
     def test_four_ranks(self, four: Workers, tmp_path: Path) -> None:
         four.run(go_on, str(tmp_path), EXACT)
 
     def test_precisions(self, two: Workers, tmp_path: Path) -> None:
-        for name in ("zero3", "lean", "infinity"):
-            for number, precision in enumerate((HALF, PURE)):
-                folder = tmp_path / str(number)
-                folder.mkdir(exist_ok=True)
-                two.run(goes_on, str(folder), name, precision=precision)
+        """Masters in float32 beside bfloat16, or no others."""
+        for name, precision in (
+            ("zero3", PURE),
+            ("lean", HALF),
+            ("lean", PURE),
+            ("infinity", HALF),
+        ):
+            folder = tmp_path / f"{name}-{precision.master}"
+            folder.mkdir()
+            two.run(goes_on, str(folder), name, precision=precision)
 
     def test_another_optimizer(self, two: Workers, tmp_path: Path) -> None:
         two.run(goes_on, str(tmp_path), "amsp", optimizer=sgd)
@@ -101,7 +106,7 @@ def misfits(root: str) -> None:
     ):
         assert part in message, message
     message = refusal(lambda: other.load(path))
-    assert "its optimizer does not have 'head.weight'" in message, message
+    assert "its optimizer does not have 'head.bias', 'head.weight'" in message, message
     wide = Run(plan_of("zero3"), kind=TinyGPT, dim=32)
     message = refusal(lambda: wide.load(path, strict=False))
     assert "'embed.weight' has shape [37, 24] instead of [37, 32]" in message, message

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,8 @@ import shardwise as sw
 from shardwise.checkpoint.training import place
 from shardwise.checkpoint.training.read import Reader
 from shardwise.cli.main import app
+from shardwise.train.config import ConfigError, load_config
+from shardwise.train.run import prepare_output
 from tests.harness import free_port
 
 ARGUMENTS = ["--model", "gpt-tiny", "--plan", "zero1", "--set", "train.seq=32", "--set",
@@ -78,19 +81,41 @@ def test_a_killed_run_goes_on_with_the_same_bits(whole: Path, tmp_path: Path) ->
     assert losses(output) == losses(whole)
 
 
-def test_under_torchrun_on_other_ranks(whole: Path, tmp_path: Path) -> None:
-    """Restarted by torchrun on one rank: the same data, and the same losses but for rounding."""
+def test_restarted_by_torchrun_on_other_ranks(whole: Path, tmp_path: Path) -> None:
+    """Its worker is killed, and started again: the same data, and the same losses but for rounding."""
     output = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints/step-4", output / "checkpoints/step-4")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1",
-               "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "shardwise", "train",
-               *ARGUMENTS, "--steps", "8", "--output", str(output), "--resume",
-               str(whole / "checkpoints" / "step-4")]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "random states of 2 ranks" in done.stderr
+               "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m",
+               "shardwise", "train", *ARGUMENTS, "--steps", "8", "--output", str(output), "--resume",
+               "latest"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (output / "checkpoints" / "step-6").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.kill()
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors[-3000:]
+    assert "random states of 2 ranks" in errors
     found, expected = losses(output), losses(whole)
     assert found.keys() == {5, 6, 7, 8}
     assert all(abs(loss - expected[step]) < 2e-4 for step, loss in found.items()), (found, expected)
+
+
+def test_the_newest_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("b", "a")):
+        folder = tmp_path / "runs" / name / "checkpoints" / "step-1"
+        folder.mkdir(parents=True)
+        os.utime(folder, (number, number))
+    assert prepare_output(load_config(None, {"resume": "latest"})) == Path("runs/a")
+    assert prepare_output(load_config(None, {"resume": "x"})).parent == Path("runs")
+    (tmp_path / "runs/a/metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="--resume latest"):
+        prepare_output(load_config(None, {"output": "runs/a"}))
 
 
 def test_inspect(whole: Path) -> None:

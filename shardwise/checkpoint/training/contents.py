@@ -57,7 +57,8 @@ class Piece:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous flat CPU tensor."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
+    data: memoryview = tensor.detach().view(torch.uint8).numpy().data
+    return data
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,6 +1,7 @@
 """Fills this rank's shards from a checkpoint, window by window, on whatever tier they rest."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,120 +14,141 @@ from shardwise.runtime.optimizer.states import States
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.unit import Unit
 from shardwise.tier.memory import tensor_on
-from shardwise.tier.rest import Rest
+from shardwise.tier.rest import Homes, Rest
 from shardwise.tier.staging import Staging
 
 Name = Callable[[ParamSlot], str]
 """The saved tensor of a slot's parameter, or what it is called in the model."""
 Target = tuple[Rest, Interval]
 """A shard, and the elements of the flat that it has."""
+Values = dict[str, dict[str, object]]
+Keys = dict[str, set[str]]
+_PAUSE_BYTES = 1 << 24
+"""How much may be on its way to a disk at once."""
 
 
-def fill_weights(flat: Flat, reader: Reader, name_of: Callable[[ParamSlot], str]) -> None:
-    """P's shard and the master weights of one flat.
+class Filler:
+    """Fills the shards of a model; ``name_of``: what a parameter is called in the checkpoint."""
 
-    P is read if it was saved, and otherwise computed from the master weights, which are then read
-    once for both.
-    """
-    params, find = flat.params, reader.index.find
+    def __init__(self, reader: Reader, homes: Homes, name_of: Name) -> None:
+        self._reader, self._homes, self._name_of = reader, homes, name_of
+        self._written_bytes = 0
 
-    def compute(slot: ParamSlot) -> str:
-        own = f"{COMPUTE}.{name_of(slot)}"
-        return own if find(own) is not None else model(slot)
+    def weights(self, flat: Flat) -> None:
+        """P's shard and the master weights of one flat.
 
-    def model(slot: ParamSlot) -> str:
-        return f"{MODEL}.{name_of(slot)}"
+        P is read if it was saved, and otherwise computed from the master weights, which are then
+        read once for both.
+        """
+        params, find = flat.params, self._reader.index.find
+        slots = [slot for slot in flat.slots if find(self._model(slot)) is not None]
+        shard: Target = (params.shard, flat.part_at)
+        separate = params.master is not None and flat.has_master and not flat.rests_in_master
+        if not separate:
+            self._fill(flat, [shard], slots, self._model)
+            return
+        assert params.master is not None
+        master: Target = (params.master, flat.optim_at)
+        if all(self._compute(slot) == self._model(slot) for slot in slots):
+            self._fill(flat, [shard, master], slots, self._model)
+        else:
+            self._fill(flat, [shard], slots, self._compute)
+            self._fill(flat, [master], slots, self._model)
 
-    slots = [slot for slot in flat.slots if find(model(slot)) is not None]
-    shard: Target = (params.shard, flat.part_at)
-    separate = params.master is not None and flat.has_master and not flat.rests_in_master
-    if not separate:
-        fill(flat, reader, [shard], slots, model)
-        return
-    assert params.master is not None
-    master: Target = (params.master, flat.optim_at)
-    if all(compute(slot) == model(slot) for slot in slots):
-        fill(flat, reader, [shard, master], slots, model)
-    else:
-        fill(flat, reader, [shard], slots, compute)
-        fill(flat, reader, [master], slots, model)
+    def states(self, unit: Unit, states: States, numbers: Values, keys: Keys) -> None:
+        """The optimizer's states of a unit. ``numbers``: those that are no tensors, by parameter;
+        ``keys``: the names of those that are, by parameter."""
+        for flat in unit.trained:
+            found: dict[str, dict[ParamSlot, Rest]] = {}
+            for slot in flat.slots:
+                for key, rest in self._make(states, slot, numbers, keys).items():
+                    found.setdefault(key, {})[slot] = rest
+            for key, rests in found.items():
+                state_of = partial(self._state, key)
+                whole = states.whole(flat, key)
+                if whole is not None:  # in windows that begin on pages
+                    self._fill(flat, [(whole, flat.optim_at)], list(rests), state_of)
+                    continue
+                for slot, rest in rests.items():
+                    self._fill(flat, [(rest, slot.segment)], [slot], state_of)
 
+    def _make(
+        self, states: States, slot: ParamSlot, numbers: Values, keys: Keys
+    ) -> dict[str, Rest]:
+        """Replaces a parameter's state, and returns the shards that are to be filled."""
+        parameter = self._name_of(slot)
+        known = parameter in numbers or parameter in keys
+        if not slot.segment.numel or not known:
+            return states.replace(slot, None, {})
+        own = dict(numbers.get(parameter, {}))
+        dtypes: dict[str, torch.dtype] = {}
+        for key in sorted(keys.get(parameter, ())):
+            name = self._state(key, slot)
+            tensor = self._reader.index.find(name)
+            assert tensor is not None
+            if tensor.shape == () or tensor.shape != tuple(slot.face.parameter.shape):
+                own[key] = self._reader.whole(name)
+            else:
+                dtypes[key] = getattr(torch, tensor.dtype)
+        return states.replace(slot, own, dtypes)
 
-def fill_states(
-    unit: Unit,
-    states: States,
-    reader: Reader,
-    name_of: Callable[[ParamSlot], str],
-    numbers: dict[str, dict[str, object]],
-    keys: dict[str, set[str]],
-) -> None:
-    """The optimizer's states of a unit. ``numbers``: those that are no tensors, by parameter;
-    ``keys``: the names of those that are, by parameter."""
-    for flat in unit.trained:
-        targets: dict[str, list[tuple[ParamSlot, Rest]]] = {}
-        for slot in flat.slots:
-            parameter = name_of(slot)
-            known = parameter in numbers or parameter in keys
-            if not slot.segment.numel or not known:
-                states.replace(slot, None, {})
-                continue
-            own = dict(numbers.get(parameter, {}))
-            dtypes: dict[str, torch.dtype] = {}
-            for key in sorted(keys.get(parameter, ())):
-                name = f"{OPTIM}.{parameter}.{key}"
-                tensor = reader.index.find(name)
-                assert tensor is not None
-                if tensor.shape == () or tensor.shape != tuple(slot.face.parameter.shape):
-                    own[key] = reader.whole(name)
-                else:
-                    dtypes[key] = getattr(torch, tensor.dtype)
-            for key, rest in states.replace(slot, own, dtypes).items():
-                targets.setdefault(key, []).append((slot, rest))
-        for key, found in targets.items():
-            for slot, rest in found:
-                name = f"{OPTIM}.{name_of(slot)}.{key}"
-                fill(flat, reader, [(rest, slot.segment)], [slot], lambda _, name=name: name)
+    def _compute(self, slot: ParamSlot) -> str:
+        own = f"{COMPUTE}.{self._name_of(slot)}"
+        return own if self._reader.index.find(own) is not None else self._model(slot)
 
+    def _model(self, slot: ParamSlot) -> str:
+        return f"{MODEL}.{self._name_of(slot)}"
 
-def fill(
-    flat: Flat, reader: Reader, targets: list[Target], slots: list[ParamSlot], name_of: Name
-) -> None:
-    """Fill shards of a flat, reading once; all targets lie inside the first one."""
-    _, place = targets[0]
-    places = [place]
-    if len(slots) < len(flat.slots):  # the others keep what they have
-        places = [slot.spec.interval.intersect(place) for slot in slots]
-    step = max(1, WINDOW_BYTES // max(rest.dtype.itemsize for rest, _ in targets))
-    for at in places:
-        for start in range(at.start, at.stop, step):
-            window = Interval(start, min(start + step, at.stop))
-            _fill_window(flat.staging, reader, targets, slots, name_of, window)
+    def _state(self, key: str, slot: ParamSlot) -> str:
+        return f"{OPTIM}.{self._name_of(slot)}.{key}"
 
+    def _fill(
+        self, flat: Flat, targets: list[Target], slots: list[ParamSlot], name_of: Name
+    ) -> None:
+        """Fill shards of a flat, reading once; all targets lie inside the first one."""
+        _, place = targets[0]
+        places = [place]
+        if len(slots) < len(flat.slots):  # the others keep what they have
+            places = [slot.spec.interval.intersect(place) for slot in slots]
+        step = max(1, WINDOW_BYTES // max(rest.dtype.itemsize for rest, _ in targets))
+        for at in places:
+            for start in range(at.start, at.stop, step):
+                window = Interval(start, min(start + step, at.stop))
+                self._fill_window(flat.staging, targets, slots, name_of, window)
 
-def _fill_window(
-    staging: Staging,
-    reader: Reader,
-    targets: list[Target],
-    slots: list[ParamSlot],
-    name_of: Name,
-    window: Interval,
-) -> None:
-    inside = [slot for slot in slots if slot.spec.interval.intersect(window).numel]
-    buffers = [
-        _Buffer(staging, rest, at.start, window.intersect(at))
-        for rest, at in targets
-        if window.intersect(at).numel
-    ]
-    try:
-        if sum(slot.spec.interval.intersect(window).numel for slot in inside) < window.numel:
+    def _fill_window(
+        self,
+        staging: Staging,
+        targets: list[Target],
+        slots: list[ParamSlot],
+        name_of: Name,
+        window: Interval,
+    ) -> None:
+        inside = [slot for slot in slots if slot.spec.interval.intersect(window).numel]
+        buffers = [
+            _Buffer(staging, rest, at.start, window.intersect(at))
+            for rest, at in targets
+            if window.intersect(at).numel
+        ]
+        try:
+            if sum(slot.spec.interval.intersect(window).numel for slot in inside) < window.numel:
+                for buffer in buffers:
+                    buffer.tensor.zero_()  # padding
+            for slot in inside:
+                common = slot.spec.interval.intersect(window)
+                _read(self._reader, staging, slot, name_of(slot), common, buffers)
+        finally:
             for buffer in buffers:
-                buffer.tensor.zero_()  # padding
-        for slot in inside:
-            common = slot.spec.interval.intersect(window)
-            _read(reader, staging, slot, name_of(slot), common, buffers)
-    finally:
-        for buffer in buffers:
-            buffer.end()
+                buffer.end()
+        self._pause(sum(buffer.tensor.nbytes for buffer in buffers))
+
+    def _pause(self, written_bytes: int) -> None:
+        """Wait for a disk now and then, so that memory stays that of a few windows."""
+        self._written_bytes += written_bytes
+        if self._written_bytes >= _PAUSE_BYTES:
+            self._written_bytes = 0
+            self._homes.settle()
+            self._homes.trim()
 
 
 def _read(

@@ -19,7 +19,7 @@ from shardwise.checkpoint.together import together
 from shardwise.checkpoint.training import place, ranks
 from shardwise.checkpoint.training.background import finish
 from shardwise.checkpoint.training.contents import MODEL, OPTIM, OWN
-from shardwise.checkpoint.training.fill import fill_states, fill_weights
+from shardwise.checkpoint.training.fill import Filler
 from shardwise.checkpoint.training.index import INDEX_FILE, Index
 from shardwise.checkpoint.training.plain import decode
 from shardwise.checkpoint.training.read import Reader
@@ -28,6 +28,7 @@ from shardwise.core.errors import SyncError, UsageError
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads
+from shardwise.runtime.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,11 @@ class _Loading:
         runtime.release_all()
         runtime.grid.block_host_until_idle()
         numbers, keys = self._state_names()
+        filler = Filler(reader, runtime.homes, self._name_of)
         for unit in runtime.units:
-            self._do(f"loading of unit '{unit.name}'", partial(self._weights, unit))
+            self._do(f"loading of unit '{unit.name}'", partial(_fill_weights, filler, unit))
             if takeover is not None:
-                states = partial(
-                    fill_states, unit, takeover.states, reader, self._name_of, numbers, keys
-                )
+                states = partial(filler.states, unit, takeover.states, numbers, keys)
                 self._do(f"loading of the states of unit '{unit.name}'", states)
             runtime.changed(unit)
         runtime.homes.settle()
@@ -260,11 +260,6 @@ class _Loading:
 
     # --- values -------------------------------------------------------------------------------
 
-    def _weights(self, unit: Any) -> None:
-        with torch.no_grad():
-            for flat in unit.flats:
-                fill_weights(flat, self._reader, self._name_of)
-
     def _rest(self) -> None:
         """Buffers, options, the scheduler, and what this rank had of its own."""
         request, reader = self._request, self._reader
@@ -322,6 +317,12 @@ class _Loading:
                 "The error feedback of lossy wires was dropped, because it belongs to another plan "
                 "or world; it starts at zero."
             )
+
+
+def _fill_weights(filler: Filler, unit: Unit) -> None:
+    with torch.no_grad():
+        for flat in unit.flats:
+            filler.weights(flat)
 
 
 def _advised(folder: Path, action: Callable[[], None]) -> Callable[[], None]:

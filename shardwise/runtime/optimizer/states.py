@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
 from shardwise.device.abilities import HOST, separate_memory
+from shardwise.runtime.flat import Flat
 from shardwise.runtime.optimizer.at_rest import is_per_element
 from shardwise.runtime.optimizer.windows import WindowedUpdate
 from shardwise.runtime.runtime import Runtime
@@ -132,6 +133,10 @@ class States:
             else:
                 numbers[key] = value
         return numbers, found
+
+    def whole(self, flat: Flat, key: str) -> Rest | None:
+        """A state of all parameters of a flat, if it rests as a whole."""
+        return self._windows.states.rests.get(flat, {}).get(key)
 
     def replace(
         self, slot: ParamSlot, numbers: State | None, dtypes: dict[str, torch.dtype]
