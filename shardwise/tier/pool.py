@@ -61,8 +61,10 @@ class Pool:
     def take_early(self, nbytes: int) -> tuple[torch.UntypedStorage, streams.Mark]:
         """As ``take``, but memory that work on a device may use until the mark."""
         with self._lock:
-            # The oldest: its last work is most likely over.
-            idle = self._idle[nbytes].pop(0) if self._idle[nbytes] else None
+            # Beside streams the oldest, whose last work is most likely over; else the latest, which
+            # is most likely in the cache.
+            which = 0 if self._has_streams else -1
+            idle = self._idle[nbytes].pop(which) if self._idle[nbytes] else None
         if idle is not None:
             return idle
         claimed = self._size(nbytes)

@@ -56,8 +56,10 @@ def _forgetting(
         recover()
         result = zero_grad(*args, **kwargs)
         # So that the memory of dropped gradients is free in forward. A backward that an exception
-        # left unfinished still has to be finished, which notices what was dropped meanwhile.
-        if not (runtime.in_pass or runtime.backward.active):
+        # left unfinished still has to be finished, which notices what was dropped meanwhile; and
+        # after updates in a backward the next forward reports the step that was skipped.
+        unfinished = runtime.in_pass or runtime.backward.active or runtime.steps.half_updated
+        if not unfinished:
             grads.read(runtime)
         return result
 
