@@ -157,7 +157,7 @@ def publish(report: Report, flights: dict[int, bytes], is_first: bool) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # both sides of a cut link may write
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 

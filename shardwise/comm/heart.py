@@ -71,6 +71,8 @@ class Heart:
         self._noticed_s: float | None = None
         self._communicates_since: float | None = None
         self._ending_s: float | None = None
+        self._seen: list[Fault] = []
+        """What had failed when it began to end: a stopped rank may go on meanwhile."""
         self._sent_s = self._beat_s = 0.0
         self._over = threading.Event()
         self._judged = threading.Event()
@@ -202,10 +204,12 @@ class Heart:
             self._noticed_s = now
             return  # what a rank said just before it ended may be on its way
         if self._error is not None:
-            sure = not self._liveness.uncertain(now, self.beats_s)
             waited = now - self._error.since_s
-            grace = 0.5 if sure else self._liveness.silence_s + 2 * self.beats_s
-            if faults or self._error.kind is Kind.RAISED or waited > grace:
+            if (
+                faults
+                or self._error.kind is Kind.RAISED
+                or waited > self._liveness.doubt_s(now, self.beats_s)
+            ):
                 self._begin_ending(now)
             return
         if self.told_to_end_s is not None and not faults:
@@ -226,13 +230,13 @@ class Heart:
             self._begin_ending(now)
 
     def _begin_ending(self, now: float) -> None:
-        self._ending_s = now
+        self._ending_s, self._seen = now, self._liveness.faults(now)
         self._alarm.state()
 
     def _go_on_ending(self, now: float) -> None:
         assert self._ending_s is not None
         own = [self._error] if self._error is not None else []
-        faults = self._alarm.faults(own, self._liveness.faults(now))
+        faults = self._alarm.faults(own, [*self._seen, *self._liveness.faults(now)])
         said = self._alarm.statements
         collects = self._me.rank in self._collectors
         waited_for = [rank for rank in self._others(gone(faults)) if rank not in said and collects]
@@ -250,15 +254,17 @@ class Heart:
         left = {peer.rank for peer in self._liveness.peers.values() if peer.has_left}
         report = self._alarm.report(faults, left, now)
         self._is_cause = self._error is not None and report.cause[0].rank == self._me.rank
-        self._judged.set()
         speakers = set(self._members) - gone(faults) - left
         here = speakers & set(self._alarm.rings)
         if here and min(here) == self._me.rank and not report.is_shared:
             flights = {rank: bytes(ring[:]) for rank, ring in self._alarm.rings.items()}
-            with contextlib.suppress(Exception):  # this thread has to end the process
-                self._publish(report, flights, min(speakers) == self._me.rank)
+            told = report, flights, min(speakers) == self._me.rank
+            publishing = threading.Thread(target=self._publish, args=told, daemon=True)
+            publishing.start()
+            publishing.join(min(10.0, self.timeout_s))  # a disk may hang, but this process ends
             stopped = [self._members[fault.rank] for fault in faults if fault.kind is Kind.STOPPED]
             _kill_stopped([member for member in stopped if member.host == self._me.host])
+        self._judged.set()  # the main thread shows its error after the report, not in it
         if self._error is not None:
             self._shown.wait(2.0)
         else:

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.core.failure import Doing, Statement
-from shardwise.core.flight import RECORDER, Flight, read
+from shardwise.core.flight import AGREEMENT, RECORDER, Flight, read
 
 _MOST = 6
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _COLLECTIVES = "distributed_c10d.py"
-_COMMUNICATING = ("gather", "reduce", "replicate", "refresh", "wait for")
+_COMMUNICATING = ("gather", "reduce", "replicate", "refresh", "wait for", AGREEMENT)
 
 
 def own_statement(rank: int, host: str, pid: int) -> Statement:
@@ -43,10 +43,7 @@ def communicates() -> bool:
     begun = read(RECORDER.snapshot()).open().values()
     if any(event.what.startswith(_COMMUNICATING) for stack in begun for event in stack):
         return True
-    exchanges = any(len(stack) > 0 and not stack[-1].unit for stack in begun)
-    return exchanges or any(
-        frame.f_code.co_filename.endswith(_COLLECTIVES) for frame in _main_frames()
-    )
+    return any(frame.f_code.co_filename.endswith(_COLLECTIVES) for frame in _main_frames())
 
 
 def raised_by_transport(error: BaseException | None) -> bool:

@@ -23,12 +23,14 @@ _RECORD = struct.Struct("<dHHHBB")
 """When, what, unit, thread, mark, and the turn."""
 _LENGTH = struct.Struct("<H")
 _VERSION = 1
-_NAMES_BYTES = 1 << 15
+_NAMES_BYTES = 1 << 16
 _RECORDS = 2048
 _NAMES_AT = 64
 _RECORDS_AT = _NAMES_AT + _NAMES_BYTES
 SIZE = _RECORDS_AT + _RECORDS * _RECORD.size
 SUFFIX = ".flight"
+AGREEMENT = "agreement on "
+"""How an exchange between all ranks, outside of lanes, begins."""
 TURNS = 256
 
 

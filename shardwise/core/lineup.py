@@ -5,7 +5,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.core.flight import TURNS, Event, Flight, Mark
+from shardwise.core.flight import AGREEMENT, TURNS, Event, Flight, Mark
 
 LANES = ("gather", "reduce", "outer")
 """The threads that do the same on all ranks, in the same order."""
@@ -115,15 +115,14 @@ def _begun(flight: Flight) -> dict[str, Event]:
 
 
 def _is_exchange(event: Event) -> bool:
-    return event.thread in LANES or not event.unit
+    return event.thread in LANES or event.what.startswith(AGREEMENT)
 
 
 def _waits(event: Event, begun: dict[str, Event], opened: list[Event]) -> bool:
     """Whether an open operation of one rank waits for another, which did not come as far."""
     if event.thread not in LANES:
-        # The control group's exchanges have no unit; every rank is in the same one.
-        alike = any(other.what == event.what for other in opened)
-        return not event.unit and not alike
+        # There is one exchange between all ranks at a time, whatever each wants to agree on.
+        return _is_exchange(event) and not any(map(_is_exchange, opened))
     theirs = begun.get(event.thread)
     return theirs is None or _ahead(event, theirs) > 0
 

@@ -47,6 +47,18 @@ class Liveness:
         """So long may a rank be silent, or stopped, before it has failed."""
         return self.timeout_s / 2
 
+    @property
+    def refused_s(self) -> float:
+        """So long may a host say that nobody listens there."""
+        return min(1.0, self.timeout_s / 20)
+
+    def doubt_s(self, now_s: float, beat_s: float) -> float:
+        """So long after an error in a transfer another rank's failure may still come to light."""
+        if self.uncertain(now_s, beat_s):
+            return self.silence_s + 2 * beat_s
+        is_local = all(peer.life is not None for peer in self.peers.values())
+        return 0.5 if is_local else 0.5 + self.refused_s + 2 * beat_s
+
     def hear(self, rank: int, now_s: float) -> None:
         peer = self.peers.get(rank)
         if peer is not None:
@@ -91,7 +103,7 @@ class Liveness:
                 return Fault(peer.rank, Kind.STOPPED, peer.stopped_s)
             if life is not Life.UNKNOWN:
                 return None
-        if peer.refused_s is not None and now_s - peer.refused_s >= self.timeout_s / 20:
+        if peer.refused_s is not None and now_s - peer.refused_s >= self.refused_s:
             return Fault(peer.rank, Kind.ENDED, peer.heard_s or peer.refused_s)
         heard = hosts.get(peer.host)
         if peer.heard_s is None or heard is None or now_s - heard < self.silence_s:

@@ -1,6 +1,7 @@
 """What a run measures: one flat JSON line per step, memory, and the summary at the end."""
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,9 +34,10 @@ class StepRecord:
     """Only after steps with a validation; absent from the line otherwise."""
 
     def to_json(self) -> str:
-        """The record as one line."""
+        """The record as one line. JSON has neither NaN nor Inf: they become null."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        return json.dumps(fields)
+        known = {name: value if math.isfinite(value) else None for name, value in fields.items()}
+        return json.dumps(known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,11 @@ def _drop_after(path: Path, done: int) -> None:
 def read_records(path: Path) -> list[StepRecord]:
     """What a metrics file has."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [StepRecord(**json.loads(line)) for line in lines]
+    known = [json.loads(line) for line in lines]
+    return [
+        StepRecord(**{key: math.nan if value is None else value for key, value in fields.items()})
+        for fields in known
+    ]
 
 
 def rss_bytes() -> int:

@@ -42,7 +42,7 @@ def test_what_was_begun_and_not_ended_by_thread():
 def test_names_beyond_the_table_lose_their_name_only():
     recorder = Recorder()
     for index in range(2000):
-        recorder.point("x" * 50 + str(index))
+        recorder.point("x" * 90 + str(index))
     events = read(recorder.snapshot()).events
     assert len(events) == 2000
     assert {event.what for event in events[-100:]} == {""}

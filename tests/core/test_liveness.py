@@ -65,8 +65,8 @@ def test_a_refused_datagram_says_that_the_process_has_ended():
     world = World()
     world.liveness.refuse(2, 10.0)
     assert world.failed(10.0) == {}  # of an earlier process, perhaps: it may still be heard
-    assert world.failed(13.0) == {2: Kind.ENDED}
-    world.hear(13.5, 2)
+    assert world.failed(11.0) == {2: Kind.ENDED}
+    world.hear(11.5, 2)
     assert world.failed(14.0) == {}
 
 
