@@ -120,11 +120,12 @@ def _drop_after(path: Path, done: int) -> None:
 def read_records(path: Path) -> list[StepRecord]:
     """What a metrics file has."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    known = [json.loads(line) for line in lines]
-    return [
-        StepRecord(**{key: math.nan if value is None else value for key, value in fields.items()})
-        for fields in known
-    ]
+    found = []
+    for line in lines:
+        fields: dict[str, Any] = json.loads(line)
+        lost: dict[str, Any] = {key: math.nan for key, value in fields.items() if value is None}
+        found.append(StepRecord(**{**fields, **lost}))
+    return found
 
 
 def rss_bytes() -> int:
