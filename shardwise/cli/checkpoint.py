@@ -75,6 +75,7 @@ def to_dict(folder: Path, index: "Index") -> dict[str, Any]:
         "levels": values.get("levels"),
         "plan": values.get("plan"),
         "optimizer": values.get("optimizer"),
+        "imported": values.get("imported"),
         "only_trained": bool(values.get("trained")),
         "files": [file.name for file in index.files],
         "bytes": sum(entry.stat().st_size for entry in folder.iterdir() if entry.is_file()),
@@ -112,8 +113,11 @@ def _print(answer: dict[str, Any], *, verified: bool) -> None:
         table.add_row(kind, *amounts, format_bytes(counts["bytes"]))
     console.print(table)
     optimizer = f", {answer['optimizer']}" if answer["optimizer"] else ""
-    console.print(f"saved by {answer['world']} rank(s) ({answer['levels']}){optimizer}, under")
-    console.print(escape(answer["plan"] or ""), highlight=False)
+    if answer["imported"]:
+        console.print(escape(f"imported from {answer['imported']}"))
+    else:
+        console.print(f"saved by {answer['world']} rank(s) ({answer['levels']}){optimizer}, under")
+        console.print(escape(answer["plan"] or ""), highlight=False)
     largest = Table(title="Largest tensors", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("name", "dtype", "shape", "bytes"):
         largest.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")

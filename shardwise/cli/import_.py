@@ -1,12 +1,11 @@
 """`shardwise import`: make a checkpoint of DeepSpeed, FSDP2 or accelerate one for sw.load."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.bars import bytes_bar
 from shardwise.cli.common import JSON_OPTION, interruptible, print_json
 from shardwise.core.sizes import format_bytes, format_count
 
@@ -37,7 +36,7 @@ def import_(
 
     with interruptible(f"; nothing was written to '{out}'"):
         found = open_foreign(source)
-        with _progress(work_bytes(found), shown=not as_json) as advance:
+        with bytes_bar("importing", work_bytes(found), visible=not as_json) as advance:
             done = convert(found, out, advance)
     answer = to_dict(source, done)
     if as_json:
@@ -63,20 +62,6 @@ def to_dict(source: Path, done: "Imported") -> dict[str, Any]:
         "tied": done.source.aliases,
         "not_imported": list(done.source.left),
     }
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("importing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
-        bar.update(task, completed=total)
 
 
 def _print(answer: dict[str, Any]) -> None:

@@ -81,6 +81,8 @@ class Runtime:
         """Run by ``unshard``."""
         self.recoveries: list[Callable[[], None]] = []
         """Run before every pass: each finishes what an exception left unfinished, if anything."""
+        self.before_writes: list[Callable[[], None]] = []
+        """Run before values change outside a step: each waits for somebody who still reads them."""
         self.forgets: list[Callable[[], None]] = []
         """Run after an interrupted forward: each forgets calls that will never return."""
         self.activations: Activations | None = None
@@ -156,10 +158,16 @@ class Runtime:
         if self.in_pass:
             raise UsageError(f"'{slot.name}' cannot be written inside forward or backward.")
         self.steps.require(f"Writing '{slot.name}'")
+        self.await_readers()
         slot.unit.settle()
         self.grid.block_host_until_idle()
         values.write(slot.flat, slot.spec, value)
         self.changed(slot.unit)
+
+    def await_readers(self) -> None:
+        """Before values change outside a step."""
+        for wait in self.before_writes:
+            wait()
 
     def changed(self, unit: Unit) -> None:
         """A unit's values have changed: drops what was kept or fetched, which is stale."""

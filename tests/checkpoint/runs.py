@@ -103,10 +103,11 @@ class Run:
     def load(self, path, **kwargs) -> sw.Resumed:
         return sw.load(path, self.model, self.optimizer, scheduler=self.scheduler, **kwargs)
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Weights in both precisions and optimizer states, in full, by name."""
+    def values(self, *, exact: bool = False) -> dict[str, torch.Tensor]:
+        """Weights in both precisions and optimizer states, in full, by name; ``exact``: without the
+        weights in the dtype, and with the losses, of compute."""
         model, found = self.model, {}
-        for master in (False, True):
+        for master in (True,) if exact else (False, True):
             full = sw.state_dict(model, rank0_only=False, master=master)
             found |= {f"{master}.{name}": value for name, value in full.items() if name != "seen"}
         for name, states in sw.optim_state_dict(model, self.optimizer).items():

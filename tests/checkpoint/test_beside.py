@@ -4,12 +4,16 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpoint.training import contents
 from shardwise.checkpoint.training.index import read_index
 from shardwise.checkpoint.training.verify import faults
 from tests.checkpoint.runs import Run, assert_equal, plan_of
@@ -17,21 +21,24 @@ from tests.checkpoint.test_export import refusal
 from tests.harness import Workers
 
 
-class Slow:
-    """Writes that wait in other threads, so that training overtakes them."""
+@contextmanager
+def slow(*, fails: bool = False) -> Iterator[None]:
+    """Other threads take their time to read shards, so that training overtakes them; writes fail."""
+    read, write, main = contents.bytes_of, os.pwrite, threading.current_thread()
 
-    def __init__(self) -> None:
-        self.write, self.main = os.write, threading.current_thread()
-        self.threads: set[str] = set()
-        self.fails = False
+    def reads(tensor: torch.Tensor) -> memoryview:
+        if threading.current_thread() is not main:
+            assert threading.current_thread().name == "shardwise-save"
+            time.sleep(0.002)
+        return read(tensor)
 
-    def __call__(self, *args) -> int:
-        if threading.current_thread() is not self.main:
-            self.threads.add(threading.current_thread().name)
-            time.sleep(0.004)
-            if self.fails:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return self.write(*args)
+    def writes(*args) -> int:
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    with mock.patch.object(contents, "bytes_of", reads), mock.patch("os.pwrite", writes):
+        yield
 
 
 def beside(root: str, names: list[str]) -> None:
@@ -42,12 +49,10 @@ def beside(root: str, names: list[str]) -> None:
         run.save(Path(root) / name)
         values, losses = run.values(), run.steps(2, 3)
         run.load(Path(root) / name)
-        slow = Slow()
-        with mock.patch("os.write", slow):
+        with slow():
             pending = run.save(Path(root) / f"{name}-beside", step=2, asynchronous=True)
             assert run.steps(2, 3) == losses, name
             pending.wait()
-        assert slow.threads == {"shardwise-save"}
         assert faults(Path(root) / f"{name}-beside") == []
         again = Run(plan_of(name, root), seed=1)
         again.load(Path(root) / f"{name}-beside")
@@ -57,6 +62,21 @@ def beside(root: str, names: list[str]) -> None:
         again.end()
 
 
+def written(root: str) -> None:
+    """Values that the user writes meanwhile are not in the checkpoint either."""
+    run = Run(plan_of("zero3"))
+    run.step(0)
+    values = run.values()
+    with slow():
+        pending = run.save(Path(root) / "a", asynchronous=True)
+        with sw.full_params(run.model, write=True), torch.no_grad():
+            run.model.norm.weight.fill_(7)
+        pending.wait()
+    assert not torch.equal(run.values()["False.norm.weight"], values["False.norm.weight"])
+    run.load(Path(root) / "a")
+    assert_equal(run.values(), values)
+
+
 def told(root: str) -> None:
     """A failure on one rank is raised by the next step on all, and everything goes on as before."""
     run = Run(plan_of("amsp"))
@@ -64,9 +84,7 @@ def told(root: str) -> None:
     run.save(Path(root) / "step-1")
     expected = run.steps(1, 2, 3)
     run.load(Path(root) / "step-1")
-    slow = Slow()
-    slow.fails = dist.get_rank() == 1
-    with mock.patch("os.write", slow):
+    with slow(fails=dist.get_rank() == 1):
         pending = run.save(Path(root) / "step-2", asynchronous=True)
         pending._thread.join()
         message = refusal(lambda: run.step(1))
@@ -78,8 +96,7 @@ def told(root: str) -> None:
     run.optimizer.zero_grad()
     run.load(Path(root) / "step-1")  # the step that raised had drawn random numbers
     assert run.steps(1, 2) == expected[:2]
-    slow.fails = dist.get_rank() == 0
-    with mock.patch("os.write", slow):
+    with slow(fails=dist.get_rank() == 0):
         run.save(Path(root) / "step-3", asynchronous=True)
         message = refusal(lambda: run.save(Path(root) / "step-3"))
     assert "step-3' could not be saved" in message
@@ -110,6 +127,9 @@ def adapters(root: str) -> None:
 class TestBeside:
     def test_two_ranks(self, two: Workers, tmp_path: Path) -> None:
         two.run(beside, str(tmp_path), ["infinity", "lean"])
+
+    def test_written_meanwhile(self, two: Workers, tmp_path: Path) -> None:
+        two.run(written, str(tmp_path))
 
     def test_failures_are_told(self, two: Workers, tmp_path: Path) -> None:
         two.run(told, str(tmp_path))

@@ -56,18 +56,13 @@ def test_the_pairs_have_every_world_with_every_other() -> None:
         }
 
 
-def exact(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the weights in the dtype and with the losses of compute."""
-    return {name: value for name, value in values.items() if not name.startswith("False.")}
-
-
 def save_all(root: str) -> None:
     for name in PLANS:
         run = Run(plan_of(name, root), kind=Quiet)
         run.steps(0, 1)
         folder = Path(root) / f"{name}-{dist.get_world_size()}"
         run.save(folder, step=2)
-        values = exact(run.values())
+        values = run.values(exact=True)
         if dist.get_rank() == 0:
             torch.save(values, f"{folder}.pt")
         run.end()
@@ -122,7 +117,7 @@ def load_all(root: str) -> None:
         for name, saved_by in chosen:
             folder = Path(root) / f"{name}-{saved_by}"
             run.load(folder, random=saved_by == world)
-            assert_equal(exact(run.values()), torch.load(f"{folder}.pt"), (plan, world, folder))
+            assert_equal(run.values(exact=True), torch.load(f"{folder}.pt"), (plan, world, folder))
             losses, expected = run.steps(2, 3), json.loads(Path(f"{folder}.json").read_text())
             tolerance = 0.05 if plan in LOSSY and world > 1 else TOLERANCE
             for loss, plain in zip(losses, expected, strict=True):

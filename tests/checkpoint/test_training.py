@@ -203,13 +203,13 @@ def failing(root: str) -> None:
     run = Run(plan_of("amsp"))
     run.step(0)
     run.save(Path(root) / "step-1")
-    write, rank = os.write, dist.get_rank()
+    write, rank = os.pwrite, dist.get_rank()
 
     def no_space(*args) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for culprit in (0, 1):
-        with mock.patch("os.write", no_space if rank == culprit else write):
+        with mock.patch("os.pwrite", no_space if rank == culprit else write):
             message = refusal(lambda: run.save(Path(root) / "step-2"))
         assert "ran out of disk space" in message, message
         assert f"Rank {culprit}" in message
@@ -348,7 +348,7 @@ def _save_and_die(path: Path, model, optimizer, calls: int) -> None:
 
         return patched
 
-    for name in ("open", "write", "fsync", "rename", "replace", "mkdir"):
+    for name in ("open", "pwrite", "fsync", "rename", "replace", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
     sw.save(path, model, optimizer, step=2)
     os._exit(0)

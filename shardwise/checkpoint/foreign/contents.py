@@ -128,6 +128,32 @@ class Foreign:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number as torch's optimizers keep it, such as Adam's step."""
+
+    value: int | float
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def flat(self, begin: int, end: int) -> torch.Tensor:
+        return torch.tensor([float(self.value)], dtype=self.dtype)[begin:end]
+
+
+def readable(state: State) -> Readable:
+    """A state as a tensor."""
+    return Number(state) if isinstance(state, int | float) else state
+
+
+_OF_A_PROGRAM = {"foreach", "fused", "capturable", "differentiable", "bias_correction", "params"}
+
+
+def lasting_options(tensor: ForeignTensor) -> dict[str, Any]:
+    """Hyper-parameters without those that say how an optimizer computes: the one that loads the
+    checkpoint has its own."""
+    return {key: value for key, value in tensor.options.items() if key not in _OF_A_PROGRAM}
+
+
 def plain_options(group: dict[Any, Any]) -> dict[str, Any]:
     """Hyper-parameters of a group that are plain values: numbers, texts, and tuples of them."""
     found = {}

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.folder import sync
-from shardwise.checkpoint.foreign.contents import Foreign, ForeignTensor, Readable
-from shardwise.checkpoint.foreign.deepspeed import LATEST_FILE, is_deepspeed, read_deepspeed
+from shardwise.checkpoint.foreign.contents import (
+    Foreign,
+    ForeignTensor,
+    Readable,
+    lasting_options,
+    readable,
+)
+from shardwise.checkpoint.foreign.deepspeed import read_deepspeed
+from shardwise.checkpoint.foreign.deepspeed_files import LATEST_FILE, is_deepspeed
 from shardwise.checkpoint.foreign.folders import is_folders, read_folders
 from shardwise.checkpoint.training import dcp
 from shardwise.checkpoint.training.contents import MODEL, OPTIM, WINDOW_BYTES, bytes_of, dtype_name
@@ -28,8 +35,6 @@ from shardwise.checkpoint.training.plain import encode
 from shardwise.checkpoint.training.write import RankFile, blob_bytes
 from shardwise.core.errors import UsageError
 
-_OF_A_PROGRAM = {"foreach", "fused", "capturable", "differentiable", "bias_correction", "params"}
-"""Options that say how an optimizer computes: the one that loads the checkpoint has its own."""
 Advance = Callable[[int], None]
 """Told about bytes that were checked or written."""
 
@@ -142,8 +147,7 @@ class _Writing:
         yield f"{MODEL}.{tensor.name}", tensor.value
         for key, state in tensor.states.items():
             self.states.add(key)
-            value = _Number(state) if isinstance(state, int | float) else state
-            yield f"{OPTIM}.{tensor.name}.{key}", value
+            yield f"{OPTIM}.{tensor.name}.{key}", readable(state)
 
     def write(self) -> None:
         self._file = file = RankFile(self._target.staging, 0)
@@ -220,24 +224,12 @@ class _Writing:
         }
 
 
-@dataclass(frozen=True)
-class _Number:
-    """A number as torch's optimizers keep it, such as Adam's step."""
-
-    value: int | float
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-
-    def flat(self, begin: int, end: int) -> torch.Tensor:
-        return torch.tensor([float(self.value)], dtype=self.dtype)[begin:end]
-
-
 def _groups(tensors: tuple[ForeignTensor, ...]) -> Iterator[dict[str, Any]]:
     """Trained parameters with equal hyper-parameters, in their order."""
     found: dict[str, dict[str, Any]] = {}
     for tensor in tensors:
         if tensor.trained:
-            options = {k: v for k, v in tensor.options.items() if k not in _OF_A_PROGRAM}
+            options = lasting_options(tensor)
             group = found.setdefault(repr(sorted(options.items())), {**options, "params": []})
             group["params"].append(tensor.name)
     yield from found.values()

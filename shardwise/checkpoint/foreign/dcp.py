@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.foreign.names import PLAIN
-from shardwise.checkpoint.foreign.pickles import MAX_PICKLE_BYTES, Record, loads
-from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window
+from shardwise.checkpoint.foreign.pickles import MAX_PICKLE_BYTES, Record, loads, shown
+from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window, is_size
 from shardwise.core.errors import UsageError
 
 METADATA_FILE = ".metadata"
@@ -125,8 +125,8 @@ def inside(folder: Path, name: str) -> Path:
         or not path.resolve().is_relative_to(folder.resolve())
     ):
         raise UsageError(
-            f"'{folder}' refers to '{name[:200]}', which leads out of the folder; nothing was read "
-            "from there."
+            f"'{folder}' refers to '{shown(name)}', which leads out of the folder; nothing was "
+            "read from there."
         )
     return path
 
@@ -176,7 +176,7 @@ def is_dcp(path: Path) -> bool:
 
 def read_dcp(path: Path) -> DcpFolder:
     """The contents of a folder, from its ``.metadata``; executes nothing."""
-    file = path / METADATA_FILE
+    file = inside(path, METADATA_FILE)
     window = Window(file)
     if window.num_bytes > MAX_PICKLE_BYTES:
         raise UsageError(f"'{file}' has {window.num_bytes} bytes, too many to read.")
@@ -216,8 +216,8 @@ class _Reading:
             key = (_text(index.get("fqn")), None if offset is None else _sizes(offset))
             if info.get("transform_descriptors"):
                 raise UsageError(
-                    f"'{self.path}' was written with the extensions "
-                    f"{info.get('transform_descriptors')}, which cannot be read; save it without."
+                    f"'{self.path}' was written with extensions that transform its bytes, which "
+                    "are not read; save it without."
                 )
             begin, length = _sizes((info.get("offset"), info.get("length")))
             yield key, Place(_text(info.get("relative_path")), begin, length)
@@ -227,8 +227,8 @@ class _Reading:
         if found is None:
             where = f" at {list(offset)}" if offset else ""
             raise UsageError(
-                f"'{self.path / METADATA_FILE}' is damaged: it does not say where '{name}'{where} "
-                "is stored; copy or save the folder again."
+                f"'{self.path / METADATA_FILE}' is damaged: it does not say where "
+                f"'{shown(name)}'{where} is stored; copy or save the folder again."
             )
         inside(self.path, found.file)
         return found
@@ -244,8 +244,8 @@ class _Reading:
             boxes = [box for box in boxes if 0 not in box[1]]
         if not _tile(shape, boxes):
             raise UsageError(
-                f"'{self.path / METADATA_FILE}' is damaged: the chunks of '{name}' do not cover "
-                f"its shape {list(shape)} exactly once; copy or save the folder again."
+                f"'{self.path / METADATA_FILE}' is damaged: the chunks of '{shown(name)}' do not "
+                f"cover its shape {list(shape)} exactly once; copy or save the folder again."
             )
         places = [(box, self._place(name, box[0])) for box in boxes]
         return DcpTensor(name, dtype, shape, tuple(Chunk(*box, place) for box, place in places))
@@ -295,7 +295,7 @@ def _text(value: Any) -> str:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
+    if not isinstance(value, tuple) or len(value) > 64 or not all(map(is_size, value)):
         raise TypeError("no sizes where some should be")
     return value
 

@@ -1,20 +1,21 @@
 """Checkpoints of DeepSpeed's ZeRO-1, 2 and 3: which elements of which file make up a parameter.
 
-Written from the layout that DeepSpeed documents in ``zero_to_fp32.py``, which every checkpoint
-carries. ``latest`` names a folder. In it, a rank's ``*_optim_states.pt`` has its part of flat fp32
-master weights and of the base optimizer's states, and ``*_model_states.pt`` has names, shapes and
-their order, buffers, and parameters that were not trained.
+``zero_to_fp32.py``, which DeepSpeed puts beside every checkpoint, documents the layout. ``latest``
+names a folder. In it, a rank's ``*_optim_states.pt`` has its part of flat fp32 master weights and
+of the base optimizer's states, and ``*_model_states.pt`` has names, shapes and their order,
+buffers, and parameters that were not trained.
 
-- ZeRO-1 and 2: each parameter group is one flat tensor, padded at its end and cut into equal parts.
+- ZeRO-1 and 2: each parameter group is one flat tensor, padded at its end (and between parameters,
+  if they were aligned) and cut into equal parts.
 - ZeRO-3: each parameter is padded at its end and cut into equal parts; a rank's parts of a subgroup
   are one flat tensor.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,18 @@ from shardwise.checkpoint.foreign.contents import (
     number,
     plain_options,
 )
-from shardwise.checkpoint.foreign.dcp import inside
-from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window
+from shardwise.checkpoint.foreign.deepspeed_files import (
+    Files,
+    damaged,
+    get,
+    shape_of,
+    tagged,
+)
+from shardwise.checkpoint.foreign.pickles import shown
+from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, is_size
 from shardwise.core.errors import UsageError
 
-LATEST_FILE = "latest"
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_OPTIM = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
-)
-_OTHERS = re.compile(r"(layer_\d+.*|expp_rank_\d+.*)_states\.pt")
+_MASTER = "master weights"
 _PADDING = 2
 """ZeRO-1 and 2 pad a group to a multiple of twice the number of ranks."""
 _KNOWN = {
@@ -49,66 +52,9 @@ _KNOWN = {
 """What DeepSpeed itself puts into a model's file; anything else is the user's own."""
 
 
-def is_deepspeed(path: Path) -> bool:
-    """Whether a folder is a checkpoint of DeepSpeed, or has one that ``latest`` names."""
-    if (path / LATEST_FILE).is_file() and not (path / LATEST_FILE).is_symlink():
-        return True
-    return path.is_dir() and any(_MODEL.fullmatch(file.name) for file in path.iterdir())
-
-
 def read_deepspeed(path: Path) -> Foreign:
     """The contents of a checkpoint, without its data; executes nothing."""
-    return _Reading(_Files(_tagged(path))).contents()
-
-
-def _tagged(path: Path) -> Path:
-    """The folder with the files: given itself, or named by ``latest``."""
-    if any(_MODEL.fullmatch(file.name) for file in path.iterdir()):
-        return path
-    text = Window(path / LATEST_FILE)
-    tag = text.read(0, min(text.num_bytes, 256)).decode(errors="replace").strip()
-    folder = inside(path, tag)
-    if not folder.is_dir():
-        raise UsageError(
-            f"'{path / LATEST_FILE}' names '{tag}', which is no folder beside it; give the folder "
-            "of a checkpoint itself."
-        )
-    return folder
-
-
-class _Files:
-    """The files of a folder by rank; each is opened once, and its data is not read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.models: dict[int, TorchFile] = {}
-        self.optims: dict[int, TorchFile] = {}
-        for path in sorted(folder.iterdir()):
-            for pattern, found in ((_MODEL, self.models), (_OPTIM, self.optims)):
-                if match := pattern.fullmatch(path.name):
-                    self._check(path, int(match["mp"]))
-                    found[int(match["rank"] or 0)] = TorchFile(Window(inside(folder, path.name)))
-            if _OTHERS.fullmatch(path.name):
-                raise UsageError(
-                    f"'{path}' belongs to a checkpoint of a pipeline or of experts, which is not "
-                    "read; only those of plain data parallelism (ZeRO-1, 2, 3) are."
-                )
-        if not self.models or not self.optims:
-            missing = "'*_optim_states.pt'" if self.models else "'*_model_states.pt'"
-            raise UsageError(
-                f"'{folder}' has no file {missing}; give a whole checkpoint of ZeRO-1, 2 or 3."
-            )
-
-    def _check(self, path: Path, model_rank: int) -> None:
-        if model_rank:
-            raise UsageError(
-                f"'{path}' is one of several model-parallel parts, which are not read; only "
-                "checkpoints of plain data parallelism (ZeRO-1, 2, 3) are."
-            )
-
-    def verify(self) -> Iterator[int]:
-        for file in (*self.models.values(), *self.optims.values()):
-            yield from file.verify()
+    return _Reading(Files(tagged(path))).contents()
 
 
 @dataclass(frozen=True)
@@ -138,10 +84,10 @@ class _Rank:
 class _Reading:
     """Checks of what the files say, on the way to the common form."""
 
-    def __init__(self, files: _Files) -> None:
+    def __init__(self, files: Files) -> None:
         self.files = files
         first = files.optims[min(files.optims)]
-        saved = _get(first, first.value, "optimizer_state_dict", dict)
+        saved = get(first, first.value, "optimizer_state_dict", dict)
         self.is_sharded = "fp32_flat_groups" in saved
         """Whether parameters themselves are cut: ZeRO-3."""
         stage = saved.get("zero_stage")
@@ -153,7 +99,7 @@ class _Reading:
         self.model = files.models[0]
 
     def contents(self) -> Foreign:
-        shared = _get(self.model, self.model.value, "shared_params", dict, {})
+        shared = get(self.model, self.model.value, "shared_params", dict, {})
         aliases = {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
         trained = list(self._sharded() if self.is_sharded else self._flat())
         known = {tensor.name for tensor in trained} | aliases.keys()
@@ -179,24 +125,22 @@ class _Reading:
             ("*_optim_states.pt", self.files.optims, world),
             ("*_model_states.pt", self.files.models, world if self.is_sharded else 1),
         ):
-            missing = sorted(set(range(wanted)) - found.keys())
-            surplus = sorted(found.keys() - set(range(wanted)))
+            missing = list(islice((rank for rank in range(wanted) if rank not in found), 5))
+            surplus = sorted(rank for rank in found if rank >= wanted)[:5]
             if missing or surplus:
-                which = (
-                    f"lacks those of ranks {missing[:5]}" if missing else f"also has {surplus[:5]}"
-                )
+                which = f"lacks those of {missing}" if missing else f"also has {surplus}"
                 raise UsageError(
-                    f"'{self.files.folder}' was saved by {world} ranks, but of its files '{kind}' "
-                    f"it {which}; copy the whole folder of one checkpoint."
+                    f"'{self.files.folder}' was saved by {world} ranks, but of files '{kind}' it "
+                    f"{which}; copy the whole folder of one checkpoint."
                 )
         return world
 
     def _rank(self, file: TorchFile) -> _Rank:
-        saved = _get(file, file.value, "optimizer_state_dict", dict)
+        saved = get(file, file.value, "optimizer_state_dict", dict)
         key = "fp32_flat_groups" if self.is_sharded else "single_partition_of_fp32_groups"
-        masters = _get(file, saved, key, list)
+        masters = get(file, saved, key, list)
         if not all(isinstance(master, LazyTensor) for master in masters):
-            raise _damaged(file, f"'{key}' has not only tensors")
+            raise damaged(file, f"'{key}' has not only tensors")
         base = saved.get("optimizer_state_dict" if self.is_sharded else "base_optimizer_state")
         if isinstance(base, list):  # an elastic checkpoint: states alone
             step = saved.get("base_optimizer_state_step")
@@ -205,81 +149,72 @@ class _Reading:
             group_of = list(range(len(masters)))
         else:
             base = base if isinstance(base, dict) else {}
-            groups = _get(file, base, "param_groups", list, [])
+            groups = get(file, base, "param_groups", list, [])
             indices = [(i, n) for n, group in enumerate(groups) for i in _params(file, group)]
-            by_index = _get(file, base, "state", dict, {})
+            by_index = get(file, base, "state", dict, {})
             states = [_with_step(by_index.get(i), groups[n].get("step")) for i, n in indices]
             group_of = [n for _, n in indices]
         if not states:  # another program removed them
             states, group_of = [{} for _ in masters], [0 for _ in masters]
         if not len(states) == len(masters) == len(group_of):
-            raise _damaged(file, f"it has {len(masters)} flat weights and {len(states)} states")
+            raise damaged(file, f"it has {len(masters)} flat weights and {len(states)} states")
         return _Rank(file, masters, states, groups, group_of)
 
     @cached_property
     def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """Names and shapes in the order of the flat tensors, per group or subgroup."""
         found = []
-        for entry in _get(self.model, self.model.value, "param_shapes", list):
+        for entry in get(self.model, self.model.value, "param_shapes", list):
             if not isinstance(entry, dict):
-                raise _damaged(self.model, "'param_shapes' has not only dicts")
-            found.append({name: _shape(self.model, name, shape) for name, shape in entry.items()})
+                raise damaged(self.model, "'param_shapes' has not only dicts")
+            found.append({name: shape_of(self.model, name, shape) for name, shape in entry.items()})
         return found
 
     # --- ZeRO-1 and 2 ---
 
     def _flat(self) -> Iterator[ForeignTensor]:
         if any(len(rank.masters) != len(self._shapes) for rank in self.ranks):
-            raise _damaged(
-                self.model, f"it has {len(self._shapes)} groups, other files have others"
-            )
+            raise damaged(self.model, "it has other parameter groups than the optimizer's files")
         for group, shapes in enumerate(self._shapes):
-            masters = [rank.masters[group] for rank in self.ranks]
-            states = {
-                key: [found[group] for found in tensors]
-                for key, tensors in self._state_tensors.items()
-            }
-            used = sum(map(math.prod, shapes.values()))
-            total = sum(master.numel for master in masters)
+            flats = {key: [found[group] for found in ranks] for key, ranks in self._sources.items()}
+            gaps = self._gaps(group, len(shapes))
+            used = sum(map(math.prod, shapes.values())) + sum(gaps)
+            total = sum(master.numel for master in flats[_MASTER])
             if not used <= total < used + _PADDING * self.world:
-                raise _damaged(
+                raise damaged(
                     self.model,
                     f"group {group} has {total} master weights for parameters of {used} elements",
                 )
             at = 0
-            for name, shape in shapes.items():
-                yield self._tensor(
-                    name,
-                    group,
-                    self._joined(name, shape, cut(masters, at, math.prod(shape))),
-                    {
-                        key: self._joined(name, shape, cut(sources, at, math.prod(shape)))
-                        for key, sources in states.items()
-                    },
-                )
-                at += math.prod(shape)
+            for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+                numel = math.prod(shape)
+                pieces = {key: cut(sources, at, numel) for key, sources in flats.items()}
+                yield self._tensor(name, group, shape, pieces)
+                at += numel + gap
+
+    def _gaps(self, group: int, count: int) -> list[int]:
+        """Elements between the parameters of a group, which newer versions may align."""
+        file = self.ranks[0].file
+        saved = get(file, file.value, "optimizer_state_dict", dict)
+        paddings = get(file, saved, "param_alignment_paddings", list, [])
+        found = paddings[group] if group < len(paddings) else [0] * count
+        if not isinstance(found, list) or len(found) != count or not all(map(is_size, found)):
+            raise damaged(file, "its 'param_alignment_paddings' are not those of its parameters")
+        return found
 
     # --- ZeRO-3 ---
 
     def _sharded(self) -> Iterator[ForeignTensor]:
-        states, at = self._state_tensors, 0
-        masters = [rank.masters for rank in self.ranks]
+        at = 0
         for place, shapes in enumerate(self._shapes):
             for name, shape in shapes.items():
-                yield self._tensor(
-                    name,
-                    place,
-                    self._joined(name, shape, self._parts(masters, at, shape)),
-                    {
-                        key: self._joined(name, shape, self._parts(sources, at, shape))
-                        for key, sources in states.items()
-                    },
-                )
+                pieces = {k: self._parts(ranks, at, shape) for k, ranks in self._sources.items()}
+                yield self._tensor(name, place, shape, pieces)
                 at += -(-math.prod(shape) // self.world)
         for rank in self.ranks:
             total = sum(master.numel for master in rank.masters)
             if total != at:
-                raise _damaged(rank.file, f"it has {total} master weights instead of {at}")
+                raise damaged(rank.file, f"it has {total} master weights instead of {at}")
 
     def _parts(
         self, sources: list[list[LazyTensor]], at: int, shape: tuple[int, ...]
@@ -303,30 +238,40 @@ class _Reading:
         found = {key: [rank.tensors(key) for rank in self.ranks] for key in sorted(map(str, keys))}
         return {key: ranks for key, ranks in found.items() if all(ranks)}
 
+    @cached_property
+    def _sources(self) -> dict[str, list[list[LazyTensor]]]:
+        """Master weights and states, by rank."""
+        return {_MASTER: [rank.masters for rank in self.ranks], **self._state_tensors}
+
     def _joined(self, name: str, shape: tuple[int, ...], pieces: list[Piece] | None) -> Joined:
         if pieces is None:
-            raise _damaged(self.model, f"'{name}' of shape {list(shape)} reaches beyond its data")
+            raise damaged(
+                self.model, f"'{shown(name)}' of shape {list(shape)} reaches beyond its data"
+            )
         dtype = pieces[0].source.dtype if pieces else self.ranks[0].masters[0].dtype
         return Joined(shape, dtype, tuple(pieces))
 
     def _tensor(
-        self, name: str, place: int, value: Joined, states: dict[str, Joined]
+        self, name: str, place: int, shape: tuple[int, ...], pieces: dict[str, list[Piece] | None]
     ) -> ForeignTensor:
         rank = self.ranks[0]
         place = min(place, len(rank.states) - 1)
+        joined = {key: self._joined(name, shape, found) for key, found in pieces.items()}
+        value, states = joined.pop(_MASTER), dict[str, State](joined)
         step = number(rank.states[place].get("step"))
-        numbers: dict[str, State] = {} if step is None else {"step": step}
+        if step is not None:
+            states["step"] = step
         group = rank.groups[rank.group_of[place]] if rank.groups else {}
         options = {k: v for k, v in plain_options(group).items() if k != "step"}
-        return ForeignTensor(name, value, True, {**numbers, **states}, options)
+        return ForeignTensor(name, value, True, states, options)
 
     def _untrained(self) -> Iterator[ForeignTensor]:
         """Frozen parameters and buffers."""
-        module = _get(self.model, self.model.value, "module", dict, {})
-        buffers = _get(self.model, self.model.value, "buffer_names", list, [])
-        frozen = _get(self.model, self.model.value, "frozen_param_shapes", dict, {})
+        module = get(self.model, self.model.value, "module", dict, {})
+        buffers = get(self.model, self.model.value, "buffer_names", list, [])
+        frozen = get(self.model, self.model.value, "frozen_param_shapes", dict, {})
         for name, shape in frozen.items():
-            yield ForeignTensor(name, self._frozen(name, _shape(self.model, name, shape)))
+            yield ForeignTensor(name, self._frozen(name, shape_of(self.model, name, shape)))
         for name, value in module.items():
             # Under ZeRO-3 parameters are placeholders here.
             is_whole = name in buffers or not self.is_sharded
@@ -338,9 +283,9 @@ class _Reading:
         models = [self.files.models[rank] for rank in range(self.world if self.is_sharded else 1)]
         parts = []
         for model in models:
-            part = _get(model, model.value, "frozen_param_fragments", dict).get(name)
+            part = get(model, model.value, "frozen_param_fragments", dict).get(name)
             if not isinstance(part, LazyTensor):
-                raise _damaged(model, f"it has no part of the frozen parameter '{name}'")
+                raise damaged(model, f"it has no part of the frozen parameter '{shown(name)}'")
             parts.append(part)
         return self._joined(name, shape, cut(parts, 0, math.prod(shape)))
 
@@ -353,14 +298,15 @@ class _Reading:
                 yield f"'{key}'"
         own = sorted(key for key in value.keys() - _KNOWN if isinstance(key, str))
         if own:
-            yield f"the client state ({', '.join(own[:10])})"
-        first = _get(self.ranks[0].file, self.ranks[0].file.value, "optimizer_state_dict", dict)
+            yield f"the client state ({', '.join(map(shown, own[:10]))})"
+        first = get(self.ranks[0].file, self.ranks[0].file.value, "optimizer_state_dict", dict)
         if first.get("dynamic_loss_scale"):
             yield "the dynamic loss scale"
         taken = {"step", *self._state_tensors}
         lost = sorted({str(key) for state in self.ranks[0].states for key in state} - taken)
         if lost:
-            yield f"states of the optimizer that are not of each element ({', '.join(lost[:10])})"
+            names = ", ".join(map(shown, lost[:10]))
+            yield f"states of the optimizer that are not of each element ({names})"
         yield "states of random number generators, which DeepSpeed does not save"
 
 
@@ -373,29 +319,5 @@ def _with_step(state: Any, step: Any) -> dict[Any, Any]:
 def _params(file: TorchFile, group: Any) -> list[int]:
     found = group.get("params") if isinstance(group, dict) else None
     if not isinstance(found, list) or not all(type(index) is int for index in found):
-        raise _damaged(file, "a group of its optimizer has no parameters")
+        raise damaged(file, "a group of its optimizer has no parameters")
     return found
-
-
-def _shape(file: TorchFile, name: Any, shape: Any) -> tuple[int, ...]:
-    is_shape = isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape)
-    if not isinstance(name, str) or not is_shape:
-        raise _damaged(file, "its shapes are not those of parameters")
-    return tuple(shape)
-
-
-def _get(file: TorchFile, value: Any, key: str, kind: type, default: Any = None) -> Any:
-    """An entry of a dict in a file; without a default it must be there."""
-    found = value.get(key) if isinstance(value, dict) else None
-    if found is None and default is not None:
-        return default
-    if not isinstance(found, kind):
-        raise UsageError(
-            f"{file.window} has no '{key}' as DeepSpeed's ZeRO writes it; give a whole checkpoint "
-            "of ZeRO-1, 2 or 3."
-        )
-    return found
-
-
-def _damaged(file: TorchFile, what: str) -> UsageError:
-    return UsageError(f"{file.window} does not fit the checkpoint: {what}; copy it again.")

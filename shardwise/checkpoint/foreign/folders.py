@@ -22,6 +22,7 @@ from shardwise.checkpoint.foreign.contents import (
     plain_options,
 )
 from shardwise.checkpoint.foreign.dcp import DcpFolder, DcpTensor, is_dcp, read_dcp
+from shardwise.checkpoint.foreign.pickles import shown
 from shardwise.checkpoint.training.boxes import boxes
 from shardwise.core.errors import UsageError
 
@@ -81,9 +82,10 @@ class _Reading:
         }
         """What comes before ``param_groups`` and ``state``."""
         if len(self.prefixes) > 1:
+            names = ", ".join(map(shown, sorted(self.prefixes)))
             raise UsageError(
-                f"'{path}' has the states of several optimizers ({', '.join(sorted(self.prefixes))}"
-                "), which are not read; only those of one are."
+                f"'{path}' has the states of several optimizers ({names}), which are not read; "
+                "only those of one are."
             )
 
     def contents(self) -> Foreign:
@@ -92,7 +94,7 @@ class _Reading:
         unknown = sorted(states.keys() - names.keys())
         if unknown and names:
             raise UsageError(
-                f"'{self.path}' has states of '{unknown[0]}'"
+                f"'{self.path}' has states of '{shown(unknown[0])}'"
                 f"{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}, but not such "
                 "parameters; give the folder of the whole checkpoint."
             )
@@ -151,7 +153,7 @@ class _Reading:
 
     def _state(self, folder: DcpFolder, tensor: DcpTensor) -> State:
         """A state of each element, or a number."""
-        if tensor.shape:
+        if tensor.shape or tensor.dtype.is_complex:
             return Boxed(folder, tensor)
         value: int | float = folder.read_box(tensor.name, (), ()).item()
         return value
@@ -209,7 +211,8 @@ class _Reading:
     def _left(self, names: list[str]) -> Iterator[str]:
         if names:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            yield f"values beside the model and its optimizer ({', '.join(names[:10])}{more})"
+            listed = ", ".join(map(shown, names[:10]))
+            yield f"values beside the model and its optimizer ({listed}{more})"
         for pattern, what in (
             ("scheduler*.bin", "the state of the learning rate scheduler"),
             ("random_states_*.pkl", "states of random number generators"),

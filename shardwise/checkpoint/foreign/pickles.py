@@ -19,8 +19,11 @@ from shardwise.core.errors import UsageError
 MAX_PICKLE_BYTES = 1 << 29
 """An empty list takes one byte of a pickle, and some seventy of memory."""
 _DAMAGED = (
-    IndexError, KeyError, ValueError, TypeError, OverflowError, RecursionError, struct.error,
+    AttributeError, IndexError, KeyError, ValueError, TypeError, OverflowError, RecursionError,
+    struct.error,
 )  # fmt: skip
+_LONGEST_NUMBER = 1 << 10
+_SMALL = 1 << 20
 _FLAT_KEYS = (str, int, float, bool, bytes, type(None))
 
 
@@ -82,6 +85,11 @@ def loads(
         ) from error
 
 
+def shown(text: str) -> str:
+    """A text from a file, in a message: short, and without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
+
+
 def is_key(value: object) -> bool:
     """Whether a value may be a key: hashing deeply nested tuples could overflow the C stack."""
     if isinstance(value, tuple):
@@ -109,6 +117,7 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self._allowed = allowed
+        self._left = _SMALL + 4 * len(data)
 
     def run(self) -> Any:
         data, size = self.data, len(self.data)
@@ -138,6 +147,20 @@ class _Machine:
     def number(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
 
+    def long(self, count: int) -> int:
+        """A number; the time to compute with it grows with the square of its length."""
+        if count > _LONGEST_NUMBER:
+            raise ValueError("a number too long")
+        return int.from_bytes(self.take(count), "little", signed=True)
+
+    def spend(self, values: tuple[Any, ...]) -> None:
+        """Makers copy what they get; a text in the memo could be copied without end."""
+        self._left -= sum(
+            len(v) for v in values if isinstance(v, str | bytes | list | tuple | dict)
+        )
+        if self._left < 0:
+            raise ValueError("copies of more than the file has")
+
     def line(self) -> str:
         end = self.data.index(b"\n", self.at)
         found = self.data[self.at : end].decode()
@@ -155,7 +178,7 @@ class _Machine:
         full = f"{module}.{name}"
         if full not in self._allowed:
             raise UsageError(
-                f"{self.where} asks for '{full[:200]}', which is not among the names that a "
+                f"{self.where} asks for '{shown(full)}', which is not among the names that a "
                 "checkpoint may use; nothing was executed. Read this file only with the program "
                 "that wrote it, if you trust it."
             )
@@ -198,8 +221,8 @@ _push(pickle.NEWFALSE, lambda m: False)
 _push(pickle.BININT, lambda m: int.from_bytes(m.take(4), "little", signed=True))
 _push(pickle.BININT1, lambda m: m.number(1))
 _push(pickle.BININT2, lambda m: m.number(2))
-_push(pickle.LONG1, lambda m: int.from_bytes(m.take(m.number(1)), "little", signed=True))
-_push(pickle.LONG4, lambda m: int.from_bytes(m.take(m.number(4)), "little", signed=True))
+_push(pickle.LONG1, lambda m: m.long(m.number(1)))
+_push(pickle.LONG4, lambda m: m.long(m.number(4)))
 _push(pickle.BINFLOAT, lambda m: struct.unpack(">d", m.take(8))[0])
 _push(pickle.SHORT_BINUNICODE, lambda m: _text(m.take(m.number(1))))
 _push(pickle.BINUNICODE, lambda m: _text(m.take(m.number(4))))
@@ -322,6 +345,7 @@ def _call(m: _Machine) -> None:
     args, maker = m.stack.pop(), m.stack.pop()
     if not isinstance(maker, Maker) or not isinstance(args, tuple):
         raise TypeError("a call of what cannot be called")
+    m.spend(args)
     m.stack.append(maker.make(*args))
 
 

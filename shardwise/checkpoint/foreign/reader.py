@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.foreign.contents import Foreign, ForeignTensor, Readable, State
+from shardwise.checkpoint.foreign.contents import Foreign, Readable, lasting_options, readable
 from shardwise.checkpoint.foreign.dcp import METADATA_FILE
 from shardwise.checkpoint.foreign.folders import read_folders
 from shardwise.checkpoint.training.index import Index, Tensor
@@ -30,7 +30,7 @@ class ForeignReader(Reader):
         for tensor in found.tensors:
             self._add(f"{MODEL}.{tensor.name}", tensor.value)
             for key, state in tensor.states.items():
-                self._add(f"{OPTIM}.{tensor.name}.{key}", _readable(state))
+                self._add(f"{OPTIM}.{tensor.name}.{key}", readable(state))
         self.index.aliases = {
             f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in found.aliases.items()
         }
@@ -54,35 +54,12 @@ class ForeignReader(Reader):
         self.index.tensors[name] = Tensor(dtype, tuple(value.shape), ())
 
 
-class _Number:
-    """A number as torch's optimizers keep it, such as Adam's step."""
-
-    shape: tuple[int, ...] = ()
-    dtype = torch.float32
-
-    def __init__(self, value: float) -> None:
-        self._value = torch.tensor([float(value)])
-
-    def flat(self, begin: int, end: int) -> torch.Tensor:
-        return self._value[begin:end]
-
-
-def _readable(state: State) -> Readable:
-    return _Number(state) if isinstance(state, int | float) else state
-
-
 def _groups(found: Foreign) -> list[dict[str, Any]]:
     """Each trained parameter as a group of its own, with the options that say what an update is."""
-    return [
-        {
-            **{key: encode(value, f"option '{key}'") for key, value in _options(tensor).items()},
-            "params": [tensor.name],
-        }
-        for tensor in found.tensors
-        if tensor.trained
-    ]
-
-
-def _options(tensor: ForeignTensor) -> dict[str, Any]:
-    kernels = ("foreach", "fused", "capturable", "differentiable", "params")
-    return {key: value for key, value in tensor.options.items() if key not in kernels}
+    groups = []
+    for tensor in found.tensors:
+        if tensor.trained:
+            options = lasting_options(tensor)
+            encoded = {key: encode(value, f"option '{key}'") for key, value in options.items()}
+            groups.append({**encoded, "params": [tensor.name]})
+    return groups

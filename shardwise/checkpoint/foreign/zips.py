@@ -20,13 +20,24 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.foreign.names import PLAIN, STORAGE_DTYPES, UNTYPED_STORAGE
-from shardwise.checkpoint.foreign.pickles import MAX_PICKLE_BYTES, Allowed, Maker, Named, loads
+from shardwise.checkpoint.foreign.pickles import (
+    MAX_PICKLE_BYTES,
+    Allowed,
+    Maker,
+    Named,
+    loads,
+    shown,
+)
 from shardwise.core.errors import UsageError
 
 PIECE_BYTES = 1 << 22
 """What checks of checksums read at once."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\x03\x04"
+_NO_ZIP = (
+    zipfile.BadZipFile, OSError, EOFError, ValueError, OverflowError, NotImplementedError,
+    struct.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,8 +145,8 @@ class TorchFile:
             yield len(piece)
         if crc != record.crc and self.has_checksums:
             raise UsageError(
-                f"{self.window} is damaged: record '{record.name}' does not match its checksum; "
-                "copy or save it again."
+                f"{self.window} is damaged: record '{shown(record.name)}' does not match its "
+                "checksum; copy or save it again."
             )
 
     def _find_prefix(self) -> str:
@@ -151,12 +162,12 @@ class TorchFile:
             raise TypeError("a reference to what is no storage")
         record = self.records.get(f"{self._prefix}data/{key}")
         if record is None:
-            raise UsageError(f"{self.window} does not have its record 'data/{key[:100]}'.")
+            raise UsageError(f"{self.window} does not have its record 'data/{shown(key)}'.")
         dtype = _storage_dtype(storage_type)
         if numel < 0 or numel * dtype.itemsize != record.num_bytes:
             raise UsageError(
-                f"{self.window} is damaged: record '{record.name}' has {record.num_bytes} bytes "
-                f"instead of those of {numel} elements of {dtype}; copy or save it again."
+                f"{self.window} is damaged: record '{shown(record.name)}' has {record.num_bytes} "
+                f"bytes instead of those of {numel} elements of {dtype}; copy or save it again."
             )
         return Storage(self, record, dtype)
 
@@ -208,22 +219,24 @@ def _records(window: Window) -> Iterator[Stored]:
     try:
         with zipfile.ZipFile(io.BufferedReader(_WindowFile(window))) as archive:
             infos = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
+    except _NO_ZIP as error:
         raise UsageError(
             f"{window} is cut or damaged: it has no directory of its records ({error}); copy or "
             "save it again."
         ) from error
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise UsageError(f"{window} has the compressed record '{info.filename}'; not read.")
+            raise UsageError(
+                f"{window} has the compressed record '{shown(info.filename)}'; not read."
+            )
         yield Stored(info.filename, _data_begin(window, info), info.file_size, info.CRC)
 
 
 def _data_begin(window: Window, info: zipfile.ZipInfo) -> int:
     """Where a record's data begins: behind its own header, which may be padded."""
     damaged = UsageError(
-        f"{window} is damaged: record '{info.filename}' is not where the directory says; copy or "
-        "save it again."
+        f"{window} is damaged: record '{shown(info.filename)}' is not where the directory says; "
+        "copy or save it again."
     )
     begin = info.header_offset
     if not 0 <= begin <= window.num_bytes - _LOCAL_HEADER.size:
@@ -294,9 +307,14 @@ class LazyTensor:
         found = torch.empty(length, dtype=self.dtype)
         if length:
             place = self.storage.record.begin + begin * self.dtype.itemsize
-            target = memoryview(found.view(torch.uint8).numpy())
+            target = found.view(torch.uint8).numpy().data
             self.storage.file.window.read_into(place, target)
         return found
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value from a file can be a size or an offset."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -322,7 +340,7 @@ def _typed(storage: Any, dtype: Any, offset: Any, shape: Any, stride: Any) -> La
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor without a storage")
     numbers = (offset, *shape, *stride)
-    if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+    if len(shape) != len(stride) or len(shape) > 64 or not all(map(is_size, numbers)):
         raise TypeError("a tensor without a shape")
     room = storage.record.num_bytes // dtype.itemsize
     shape, stride = tuple(shape), tuple(stride)

@@ -46,9 +46,13 @@ class Pending:
         self._staged = threading.Event()
         self._error: BaseException | None = None
         self._told = False
-        self._removers = [
-            optimizer.register_step_pre_hook(self._before_step).remove
-            for optimizer in runtime.steps.optimizers
+        runtime.before_writes.append(self._await_staged)
+        self._removers: list[Callable[[], None]] = [
+            lambda: runtime.before_writes.remove(self._await_staged),
+            *(
+                optimizer.register_step_pre_hook(self._before_step).remove
+                for optimizer in runtime.steps.optimizers
+            ),
         ]
         self._thread = threading.Thread(target=self._work, name="shardwise-save")
         self._thread.start()
@@ -68,6 +72,9 @@ class Pending:
         finally:
             self._run = None  # it holds the runtime
             self._staged.set()
+
+    def _await_staged(self) -> None:
+        self._staged.wait()
 
     def _before_step(self, *_: Any) -> None:
         """The step may change what is saved as soon as it was read."""

@@ -17,7 +17,7 @@ from shardwise.checkpoint.training.index import INDEX_FILE, METADATA_FILE, read_
 from shardwise.core.errors import UsageError
 
 LATEST = "latest"
-_NUMBERED = re.compile(r"(?P<series>.*?)(?P<number>\d+)")
+_NUMBERED = re.compile(r"(?P<series>(?:.*[-_.])?)(?P<number>\d+)")
 
 
 class Target:
@@ -106,7 +106,10 @@ def find(path: Path) -> Path:
             return folder / name
     found = series(folder)
     if not found:
-        raise UsageError(f"There is no whole checkpoint in '{folder}'.")
+        raise UsageError(
+            f"There is no whole checkpoint in '{folder}'; of folders of DeepSpeed and accelerate "
+            "'shardwise import' makes one."
+        )
     return found[-1]
 
 

@@ -16,6 +16,7 @@ from shardwise.checkpoint.training.index import Chunk, Index, Tensor, read_index
 from shardwise.core.errors import UsageError
 
 _OPEN_FILES = 64
+_AHEAD_BYTES = 1 << 24
 
 
 class DamagedError(UsageError):
@@ -68,9 +69,18 @@ class Reader:
         while start < stop:
             chunk = tensor.chunks[place]
             end = min(stop, chunk.stop)
+            self._expect(tensor, chunk, start)
             begin, nbytes = start - chunk.start, (end - start) * tensor.item_bytes
             self._read(name, tensor, chunk, begin * tensor.item_bytes, target[:nbytes])
             target, start, place = target[nbytes:], end, place + 1
+
+    def _expect(self, tensor: Tensor, chunk: Chunk, start: int) -> None:
+        """Let the system read ahead, of this chunk, what is likely asked for next."""
+        begin = (start - chunk.start) * tensor.item_bytes
+        nbytes = min(_AHEAD_BYTES, chunk.numel * tensor.item_bytes - begin)
+        if nbytes > _AHEAD_BYTES // 8 and hasattr(os, "posix_fadvise"):
+            file = self._open(chunk.file)
+            os.posix_fadvise(file, chunk.data + begin, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _read(
         self, name: str, tensor: Tensor, chunk: Chunk, begin: int, target: memoryview

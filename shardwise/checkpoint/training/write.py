@@ -1,60 +1,15 @@
 """A rank's file of tensors, written from front to back."""
 
-import os
 import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardwise.checkpoint.training.appender import Appender
 from shardwise.checkpoint.training.blob import ALIGN, head, tail
 from shardwise.checkpoint.training.boxes import LARGEST_BYTES, Box, boxes, pieces
 from shardwise.checkpoint.training.checksums import Blocks, num_blocks
 from shardwise.checkpoint.training.index import ITEM_BYTES, Chunk, Extent, File
-
-_BUFFER_BYTES = 1 << 20
-"""Smaller writes are collected."""
-
-
-class Appender:
-    """A new file; after an error it is useless, and its folder is discarded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.position = path, 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._buffer = bytearray()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.position += len(data)
-        if len(self._buffer) + len(data) < _BUFFER_BYTES:
-            self._buffer += data
-            return
-        self._flush()
-        if len(data) < _BUFFER_BYTES:
-            self._buffer += data
-        else:
-            self._write(memoryview(data))
-
-    def align(self, multiple: int) -> None:
-        self.write(bytes(-self.position % multiple))
-
-    def sync(self) -> None:
-        """Wait until everything is on the disk."""
-        self._flush()
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _flush(self) -> None:
-        self._write(memoryview(self._buffer))
-        self._buffer = bytearray()
-
-    def _write(self, data: memoryview) -> None:
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def runs_of(

@@ -204,6 +204,7 @@ class States:
 
         It must also come before torch casts states to the parameter's dtype, which may be narrower.
         """
+        self._runtime.await_readers()
         note = state_dict.get(_NOTE)
         if note is not None and note["layout"] != self._layout_digest():
             raise UsageError(

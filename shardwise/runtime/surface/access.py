@@ -60,6 +60,7 @@ def _fill(runtime: Runtime, face: TiledFace) -> None:
 
 def _write_back(runtime: Runtime, units: list[Unit]) -> None:
     """All ranks take rank 0's values."""
+    runtime.await_readers()
     runtime.grid.block_host_until_idle()
     with torch.no_grad():
         for unit in units:
