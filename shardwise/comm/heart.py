@@ -35,6 +35,7 @@ _log = logging.getLogger("shardwise")
 _SIGTERM_GRACE_S = 1.0
 """A launcher ends the others when a rank has failed: so long is looked for one that has."""
 _RESEND_S = 0.1
+_MEETING_S = 3.0
 _SMALL_WORLD, _FIRST_RANKS = 64, 8
 """In larger jobs an alarm goes to neighbours, who pass it on, and to a few ranks that collect."""
 
@@ -74,6 +75,9 @@ class Heart:
         self._seen: list[Fault] = []
         """What had failed when it began to end: a stopped rank may go on meanwhile."""
         self._sent_s = self._beat_s = 0.0
+        self._begun_s = 0.0
+        self._met = threading.Event()
+        """Set when all that are watched have been heard of."""
         self._over = threading.Event()
         self._judged = threading.Event()
         """Set when it is known what has failed, just before this process ends."""
@@ -101,7 +105,14 @@ class Heart:
         return self._thread.is_alive() and not self._over.is_set()
 
     def start(self) -> None:
+        self._begun_s = time.perf_counter()
         self._thread.start()
+
+    def meet(self) -> list[int]:
+        """Wait a moment for the first beats; returns the ranks that were not heard of, and are not
+        watched therefore."""
+        self._met.wait(_MEETING_S)
+        return self._liveness.strangers(self._watched)
 
     def leave(self) -> None:
         """This rank ends, and nothing is wrong."""
@@ -110,7 +121,7 @@ class Heart:
         if self._over.is_set():
             return
         self._over.set()
-        self._wake()
+        _wake(self.wake_writer)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         for _ in range(2):  # one may be lost
@@ -128,7 +139,7 @@ class Heart:
         kind = Kind.STUCK if is_symptom else Kind.RAISED
         self._alarm.state()
         self._error = Fault(self._me.rank, kind, time.perf_counter(), sentence)
-        self._wake()
+        _wake(self.wake_writer)
         if self._judged.wait(2 * self.timeout_s + 10):
             if self._is_cause and show is not None:
                 show()
@@ -146,8 +157,10 @@ class Heart:
             _log.exception("Rank %d does not watch the others any more", self._me.rank)
 
     def _beat(self) -> None:
+        _wake(self.wake_writer)
         while not self._over.is_set():
-            hurries = self._ending_s or self._error or self._noticed_s
+            meets = not self._met.is_set() and time.perf_counter() - self._begun_s < _MEETING_S
+            hurries = meets or self._ending_s or self._error or self._noticed_s
             soon = _RESEND_S if hurries else self.beats_s
             with contextlib.suppress(OSError):
                 select.select([self._courier.fileno(), self._wake_reader], [], [], soon)
@@ -157,7 +170,9 @@ class Heart:
             now = time.perf_counter()
             for message in self._courier.receive():
                 self._take(message, now)
-            if now - self._beat_s >= self.beats_s:
+            if not self._met.is_set() and not self._liveness.strangers(self._watched):
+                self._met.set()
+            if now - self._beat_s >= (_RESEND_S if meets else self.beats_s):
                 self._beat_s = now
                 for rank in self._watched:
                     self._courier.send(rank, "beat", {"at": RECORDER.position()[:200]})
@@ -277,10 +292,6 @@ class Heart:
         gone = set(absent) | {p.rank for p in self._liveness.peers.values() if p.has_left}
         return [rank for rank in self._liveness.peers if rank not in gone]
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self.wake_writer, b"\0")
-
     def _end_by_sigterm(self) -> None:
         """As if nobody handled it; the others need not wonder."""
         for rank in self._others():
@@ -311,6 +322,11 @@ def neighbours(rank: int, world: int) -> list[int]:
         found |= {(rank + distance) % world, (rank - distance) % world}
         distance *= 2
     return sorted(found - {rank})
+
+
+def _wake(writer: int) -> None:
+    with contextlib.suppress(OSError):
+        os.write(writer, b"\0")
 
 
 def _kill_stopped(members: Iterable[Member]) -> None:

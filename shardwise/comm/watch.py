@@ -1,5 +1,6 @@
 """Begins to watch the other ranks of a job: ranks learn of each other, and their hearts start."""
 
+import logging
 import os
 import secrets
 import time
@@ -11,8 +12,11 @@ from shardwise.comm.control import Control
 from shardwise.comm.courier import TOKEN_BYTES, Courier
 from shardwise.comm.heart import Heart
 from shardwise.comm.local import host_identity
+from shardwise.core.failure import name_ranks
 from shardwise.core.flight import RECORDER
 from shardwise.core.processes import process_id
+
+_log = logging.getLogger("shardwise")
 
 
 def start(
@@ -54,3 +58,10 @@ def start(
         Path(ring).unlink(missing_ok=True)
     alive.adopt(heart, stamp)
     heart.start()
+    if strangers := heart.meet():
+        _log.warning(
+            "Rank %d hears nothing of %s by UDP (a firewall?): that they fail is only noticed by "
+            "the collectives' own limits.",
+            rank,
+            name_ranks(strangers),
+        )

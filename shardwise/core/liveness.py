@@ -70,6 +70,10 @@ class Liveness:
         if peer is not None and peer.refused_s is None:
             peer.refused_s = now_s
 
+    def strangers(self, ranks: Iterable[int]) -> list[int]:
+        """Those of whom nothing was ever heard: their silence says nothing."""
+        return [rank for rank in ranks if self.peers[rank].heard_s is None]
+
     def leave(self, rank: int) -> None:
         if rank in self.peers:
             self.peers[rank].has_left = True

@@ -56,6 +56,7 @@ def join(folder: Path, rank: int, world: int, timeout_s: float) -> Heart:
     alive.report_to(folder / "run")
     alive.adopt(heart, "now")
     heart.start()
+    assert not heart.meet(), "whoever was never heard of is not watched"
     return heart
 
 
