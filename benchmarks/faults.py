@@ -90,6 +90,11 @@ def measure(kind: str, timeout_s: float) -> tuple[float, float, str]:
         pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(RANKS)]
         processes = [psutil.Process(pid) for pid in pids]
         begin = strike(pids)
+        if kind == "full disk":  # all ranks raise the same, so that no rank is to blame
+            psutil.wait_procs(processes, timeout=3 * timeout_s + 60)
+            begin, ended = float((folder / "struck").read_text()), time.time()
+            said = [line for line in (folder / "log").read_text().splitlines() if "space" in line]
+            return ended - begin, ended - begin, said[-1].partition("Error: ")[2]
         wait(lambda: bool(list(reports("failure-*/report.json"))), 3 * timeout_s + 60, "the report")
         (report,) = reports("failure-*/report.json")
         told = report.stat().st_mtime
@@ -124,8 +129,8 @@ def started(kind: str, folder: Path, timeout_s: float) -> Iterator[Strike]:
         return
     with mounted(folder / "disk") if kind == "full disk" else nothing():
         line = torchrun(folder, timeout_s, kind, f"--nproc-per-node={RANKS}")
-        quiet = subprocess.DEVNULL
-        launcher = subprocess.Popen(line, env=environment(), stdout=quiet, stderr=quiet)
+        with (folder / "log").open("wb") as log:
+            launcher = subprocess.Popen(line, env=environment(), stdout=log, stderr=log)
 
         def send(pids: list[int]) -> float:
             if kind in ("killed", "stopped"):
