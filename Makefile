@@ -7,8 +7,10 @@ STAMP := $(VENV)/.installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 TORCH ?=
+FAULTS ?= 200
+MINUTES ?= 90
 
-.PHONY: demo test test-gpu lint format bench clean
+.PHONY: demo test test-gpu lint format bench soak clean
 
 demo: $(STAMP)  ## probe this machine, plan for it, and train a small GPT on two local workers
 	$(BIN)/shardwise train
@@ -36,6 +38,9 @@ format: $(STAMP)
 bench: $(STAMP)  ## step time and memory beside DDP and FSDP2; the speed of hops
 	$(BIN)/python benchmarks/hops.py
 	$(BIN)/python benchmarks/step.py
+
+soak: $(STAMP)  ## random faults at random instants over random plans; FAULTS and MINUTES bound it
+	$(BIN)/python benchmarks/soak.py --faults $(FAULTS) --minutes $(MINUTES)
 
 # torch comes first and pinned, so that no other package pulls a build with gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.training.background import Pending
     from shardwise.checkpoint.training.load import Resumed
     from shardwise.core.errors import PlanError, ShardwiseError, SyncError, UsageError
+    from shardwise.faults import find_nonfinite, preempted
     from shardwise.model.deferred import deferred_init
     from shardwise.planning import plan, simulate
     from shardwise.plans import presets
@@ -47,6 +48,7 @@ _HOMES = {
     "shardwise.checkpoint.training.background": "Pending",
     "shardwise.checkpoint.training.load": "Resumed",
     "shardwise.core.errors": "PlanError ShardwiseError SyncError UsageError",
+    "shardwise.faults": "find_nonfinite preempted",
     "shardwise.model.deferred": "deferred_init",
     "shardwise.planning": "plan simulate",
     "shardwise.plans.auto": "Auto",
@@ -78,6 +80,7 @@ __all__ = [
     "clip_grad_norm_",
     "deferred_init",
     "export",
+    "find_nonfinite",
     "full_grads",
     "full_params",
     "load",
@@ -85,6 +88,7 @@ __all__ = [
     "no_sync",
     "optim_state_dict",
     "plan",
+    "preempted",
     "presets",
     "probe",
     "save",

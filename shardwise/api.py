@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import auto
 from shardwise.checkpoint.export import DEFAULT_SHARD_BYTES, Options, export_model
 from shardwise.checkpoint.pretrained import Loaded, load_model
-from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
+from shardwise.comm.grid import Grid, find_place
+from shardwise.comm.limits import Limits
 from shardwise.core.errors import UsageError
 from shardwise.core.sizes import parse_bytes
 from shardwise.core.topology import Topology
@@ -49,7 +50,9 @@ def shard(
     *,
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
-    timeout_s: float = ...,
+    timeout_s: float | None = ...,
+    patience_s: float | None = ...,
+    run: str | PathLike[str] | None = ...,
     device: Asked = ...,
 ) -> AnyModule: ...
 
@@ -62,7 +65,9 @@ def shard(
     *,
     levels: str | Topology | None = ...,
     elementwise: bool = ...,
-    timeout_s: float = ...,
+    timeout_s: float | None = ...,
+    patience_s: float | None = ...,
+    run: str | PathLike[str] | None = ...,
     device: Asked = ...,
 ) -> tuple[AnyModule, AnyOptimizer]: ...
 
@@ -74,7 +79,9 @@ def shard(
     *,
     levels: str | Topology | None = None,
     elementwise: bool = False,
-    timeout_s: float = DEFAULT_LIMIT_S,
+    timeout_s: float | None = None,
+    patience_s: float | None = None,
+    run: str | PathLike[str] | None = None,
     device: Asked = None,
 ) -> AnyModule | tuple[AnyModule, AnyOptimizer]:
     """Shards a model (and its optimizer) in place over all ranks; collective.
@@ -89,8 +96,11 @@ def shard(
       torchrun's ranks per node, and nodes.
     - ``elementwise``: vouches that an optimizer class unknown to shardwise updates every element
       on its own.
-    - ``timeout_s``: a rank that waits longer than this for another raises a SyncError that names
-      the unit and the ranks.
+    - ``timeout_s``: all ranks end within so long, with one report, when a rank was killed or
+      stopped or cannot be reached; 60 by default.
+    - ``patience_s``: a rank that waits longer than this for one that lives raises a SyncError that
+      names the unit and the ranks; ``timeout_s`` by default, and 600 without it.
+    - ``run``: the folder for reports of failures; by default ``shardwise-failures`` here.
     - ``device``: where the model trains; by default the accelerator that it is on, else the
       accelerator of this rank (LOCAL_RANK), to which it moves, else the CPU.
 
@@ -110,7 +120,8 @@ def shard(
     if isinstance(plan, Auto):
         candidate = auto.choose(model, plan, levels=levels, device=device)
         plan = candidate.plan
-    runtime = _build(model, load_plan(plan), levels, timeout_s, target_device(model, device))
+    limits = Limits.of(timeout_s, patience_s, run)
+    runtime = _build(model, load_plan(plan), levels, limits, target_device(model, device))
     _install(runtime, optimizer, elementwise)
     if candidate is not None:
         auto.compare_soon(runtime, candidate)
@@ -135,7 +146,7 @@ def _build(
     model: nn.Module,
     plan: Plan,
     levels: str | Topology | None,
-    timeout_s: float,
+    limits: Limits,
     device: torch.device,
 ) -> Runtime:
     """Checks the plan on this grid and moves the model's values into shards; collective."""
@@ -144,7 +155,7 @@ def _build(
     members = find_units(model, plan, place.topology)
     spec = spec_of(members, place.world)
     check(plan, place.topology, spec)
-    grid = Grid.build(place, device, timeout_s)
+    grid = Grid.build(place, device, limits)
     say_target(model, device)
     return build.build_runtime(model, plan, grid, members, spec)
 

@@ -146,6 +146,10 @@ class Cluster:
                 self._shape_end(namespace, interface, rate, latency_us)
         self._shaped = rate.bits_per_s is not None or latency_us > 0
 
+    def cut(self, node: int) -> None:
+        """Take a node's link down."""
+        _must("ip", "-n", self._node_name(node), "link", "set", INTERFACE, "down")
+
     def start(
         self, node: int, command: Sequence[str], environment: dict[str, str], log: IO[Any]
     ) -> subprocess.Popen[bytes]:

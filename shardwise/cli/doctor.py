@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what this machine offers, and what runs have left on its disks."""
+"""`shardwise doctor`: what this machine offers, what is on its disks, and why a run failed."""
 
 import os
 import platform
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def doctor(
     path: Annotated[
-        Path | None, typer.Argument(help="A folder for the nvme tier (tiers.path in a plan).")
+        Path | None,
+        typer.Argument(
+            help="The folder of a run that failed, or one for the nvme tier (tiers.path in a plan)."
+        ),
     ] = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove run folders that ended runs left under PATH.")
@@ -34,11 +37,15 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Show what this machine offers for training, and the state of a disk.
+    """Show what this machine offers for training, the state of a disk, or why a run failed.
+
+    For a run that failed it lines the ranks up: what each was doing, and for whom it waited.
 
     Examples:
 
       shardwise doctor
+
+      shardwise doctor runs/20261119-120000
 
       shardwise doctor /mnt/nvme --clean
 
@@ -55,6 +62,12 @@ def doctor(
         raise UsageError("-o writes the report of --gpu; give --gpu as well.")
     if clean and path is None:
         raise UsageError("--clean needs a folder: shardwise doctor PATH --clean.")
+    if path is not None and not clean:
+        from shardwise.cli.failures import find_failures, show_failure
+
+        if failures := find_failures(path):
+            show_failure(failures[-1], len(failures), as_json=as_json)
+            return
     answer: dict[str, Any] = {"machine": _machine()}
     if path is not None:
         from shardwise.tier.folder import check_folder, find_folders, remove_left_behind

@@ -81,6 +81,8 @@ def run(arguments: list[str] | None = None) -> int:
     except ShardwiseError as error:
         for sentence in str(error).splitlines():
             print_error(sentence)
+        for line in getattr(error, "details", ()):
+            typer.echo(line, err=True)
         failed = isinstance(error, SyncError)
         return getattr(error, "exit_code", EXIT_FAILED if failed else EXIT_MISTAKE)
     return 0

@@ -44,6 +44,10 @@ def train(
         str | None,
         typer.Option(help="Go on from a checkpoint's path, or from the run's latest one."),
     ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(help="How often to go on from the last checkpoint after a rank has failed."),
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,6 +90,7 @@ def train(
         "output": output,
         "train.save_every": save_every,
         "resume": resume,
+        "max_restarts": max_restarts,
     }
     changes: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     changes.update(parse_assignment(text) for text in assignments or [])
@@ -98,11 +103,18 @@ def train(
 
 def _run(config: "TrainConfig", as_json: bool) -> None:
     from shardwise.train import launch
-    from shardwise.train.run import prepare_output, run_training
+    from shardwise.train.run import RESUME_LATEST, PreemptedError, prepare_output, run_training
 
+    if launch.restarts_of_torchrun() and config.resume is None:
+        config = config.model_copy(update={"resume": RESUME_LATEST})
     directory = prepare_output(config)
-    with interruptible(f"; the run is in {directory}"):
-        summary = run_training(config, directory)
+    try:
+        with interruptible(f"; the run is in {directory}"):
+            summary = run_training(config, directory)
+    except PreemptedError as preempted:
+        if launch.is_rank_zero():
+            typer.echo(str(preempted), err=True)
+        raise typer.Exit(preempted.exit_code) from None
     if not launch.is_rank_zero():
         return
     if as_json:

@@ -2,11 +2,13 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.core.errors import SyncError
+from shardwise.core.flight import AGREEMENT, RECORDER
 from shardwise.device.choice import host_backend
 
 _GRACE_S = 3.0
@@ -31,6 +33,7 @@ class Control:
         if self._broken is not None:
             raise self._broken
         rows = torch.empty(self.world, values.numel(), dtype=values.dtype)
+        RECORDER.begin(*_named(what))
         work = dist.all_gather(
             list(rows.unbind(0)), values.contiguous(), group=self._group, async_op=True
         )
@@ -40,7 +43,15 @@ class Control:
         except RuntimeError as error:
             self._broken = self._diagnose(what, error)
             raise self._broken from error
+        RECORDER.end(*_named(what))
         return rows
+
+    def exchange_objects(self, value: object) -> list[Any]:
+        """Every rank's value, in order of the ranks."""
+        found: list[Any] = [value] * self.world
+        if self._group is not None:
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def highest(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """The element-wise maximum over all ranks."""
@@ -51,10 +62,12 @@ class Control:
         if self._group is None:
             return value
         box = [value]
+        RECORDER.begin(*_named(what))
         try:
             dist.broadcast_object_list(box, src=0, group=self._group)
         except RuntimeError as error:
             raise self._diagnose(what, error) from error
+        RECORDER.end(*_named(what))
         return box[0]
 
     def gather_objects(self, value: object, what: str) -> list[object]:
@@ -104,3 +117,9 @@ class Control:
         if missing:
             lines.append(f"rank(s) {', '.join(map(str, missing))} did not arrive")
         return SyncError("; ".join(lines) + f" ({str(error).splitlines()[0][:100]}).")
+
+
+def _named(what: str) -> tuple[str, str]:
+    """As the flight recorder has it: what it is about, and the unit if it is about one."""
+    about, _, unit = what.partition(" of unit ")
+    return AGREEMENT + about, unit.strip("'")

@@ -8,8 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import watch
 from shardwise.comm.control import Control
 from shardwise.comm.lane import Lane, make_lane
+from shardwise.comm.limits import Limits
 from shardwise.comm.link import CollectiveLink, Labels, Link, PeerLink
 from shardwise.comm.local import LocalLink, readable
 from shardwise.core.errors import PlanError, UsageError
@@ -17,9 +19,6 @@ from shardwise.core.topology import Level, Step, Topology
 from shardwise.device import streams
 from shardwise.device.abilities import separate_memory
 from shardwise.device.choice import collective_backend, host_backend, process_group_options
-
-DEFAULT_LIMIT_S = 600.0
-"""How long a rank waits for another before it raises an error."""
 
 _COLLECTIVES_WAIT = 2
 """Collectives of a device may take so many times longer. The control group notices a late rank
@@ -58,17 +57,20 @@ class Grid:
     """For broadcasts; made by the first."""
 
     @classmethod
-    def build(cls, place: Place, device: torch.device, limit_s: float) -> "Grid":
+    def build(cls, place: Place, device: torch.device, limits: Limits | None = None) -> "Grid":
+        limits = limits or Limits()
         world = place.world
+        control = Control(world, place.rank, limits.patience_s)
+        watch.start(control, limits.timeout_s, limits.folder)
         return cls(
             place=place,
             device=device,
-            control=Control(world, place.rank, limit_s),
+            control=control,
             gathers=make_lane("gather", device, world),
             reduces=make_lane("reduce", device, world),
             outer=make_lane("outer", device, world),
             labels=Labels(),
-            limit_s=limit_s,
+            limit_s=limits.patience_s,
         )
 
     def connect(self, steps: Iterable[Step], outer: Iterable[Step] = ()) -> None:

@@ -229,7 +229,7 @@ def readable(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> bool:
     If they share a host but may not, the group's first rank warns, because such hops are slower.
     """
     probe = torch.full((16,), rank, dtype=torch.int64)
-    mine = (_host_identity(), os.getpid(), probe.data_ptr())
+    mine = (host_identity(), os.getpid(), probe.data_ptr())
     seen: list[tuple[str, int, int] | None] = [None] * len(ranks)
     _allow_reading()
     dist.all_gather_object(seen, mine, group=group)
@@ -271,7 +271,7 @@ def _allow_reading() -> None:
         _LIBC.prctl(pr_set_ptracer, ctypes.c_ulong(anybody & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
     """An identity that is equal for processes with the same kernel, process table and network.
 
     The network namespace counts, so that emulated nodes communicate over their emulated link.

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.control import Control
-from shardwise.comm.grid import DEFAULT_LIMIT_S, Place, find_place
+from shardwise.comm.grid import Place, find_place
+from shardwise.comm.limits import DEFAULT_PATIENCE_S
 from shardwise.core.cluster import Cluster, ClusterError
 from shardwise.core.topology import Topology
 from shardwise.cost.file import dump_cluster, parse_cluster
@@ -50,7 +51,7 @@ def cached_probe(
     used = make_current(local_device(device))
     place = find_place(levels, used)
     file = _file(place, used, dtype, path, quick)
-    control = Control(place.world, place.rank, DEFAULT_LIMIT_S)
+    control = Control(place.world, place.rank, DEFAULT_PATIENCE_S)
     try:
         stored = _read(file) if place.rank == 0 else None
         text = control.broadcast_object(stored, "stored probe")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, find_place
+from shardwise.comm.grid import Grid, find_place
 from shardwise.core.cluster import Cluster, Curve, Device, Host, LinkSpec
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Topology
@@ -59,7 +59,7 @@ def probe(
     check_dtype(dtype)
     used = make_current(local_device(device))
     place = find_place(levels, used)
-    grid = Grid.build(place, used, DEFAULT_LIMIT_S)
+    grid = Grid.build(place, used)
     folder = Path(path) if path is not None else None
     try:
         with forked_random(used):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.grid import DEFAULT_LIMIT_S, Grid, Place
+from shardwise.comm.grid import Grid, Place
 from shardwise.core.cluster import Cluster, Curve
 from shardwise.core.topology import Step
 from shardwise.device.abilities import separate_memory
@@ -32,7 +32,7 @@ def recheck(
 ) -> tuple[Cluster, dict[str, float]]:
     """The cluster with what is free now, and the levels whose hops are slower or faster than
     stored, each with the factor; collective, with equal results."""
-    grid = Grid.build(place, device, DEFAULT_LIMIT_S)
+    grid = Grid.build(place, device)
     try:
         now = _with_free(stored, grid, path)
         changed = _changed(stored, grid)

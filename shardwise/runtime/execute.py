@@ -4,7 +4,6 @@ Nothing is decided here: ``plans/order.py`` decides what to issue. An operation 
 after the operations that it names, and a ``Done`` records the bytes that it really moved.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ import torch
 from shardwise.comm.carry import Carriers, Leg, finish
 from shardwise.comm.grid import Grid
 from shardwise.comm.lane import Early, Lane
+from shardwise.core.flight import RECORDER
 from shardwise.core.meter import THREAD, Meter
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.core.trace import span
@@ -85,7 +85,8 @@ class Executor:
 
         ``meter`` has the bytes that were moved for the operation ahead of time.
         """
-        unit, done = self._units[op.unit], Done(op, meter or Meter(), begin_s=time.perf_counter())
+        unit, done = self._units[op.unit], Done(op, meter or Meter())
+        done.begin_s = RECORDER.begin(op.kind, op.unit)
         self._doing = done
         before, THREAD.meter = THREAD.meter, done.meter
         try:
@@ -93,7 +94,8 @@ class Executor:
         finally:
             THREAD.meter = before
         unit.issued[op.kind] = done.lane, ticket
-        done.end_s = done.end_s or time.perf_counter()
+        now = RECORDER.end(op.kind, op.unit)
+        done.end_s = done.end_s or now
         for observer in self.observers:
             observer(done)
         return ticket
@@ -269,9 +271,9 @@ class Executor:
         def timed(early: Early) -> None:
             for ticket in others:
                 ticket.order_stream()
-            done.begin_s = time.perf_counter()
+            done.begin_s = RECORDER.begin(op.kind, op.unit)
             work(early)
-            done.end_s = time.perf_counter()
+            done.end_s = RECORDER.end(op.kind, op.unit)
 
         return lane.submit(timed)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.core.flight import RECORDER
 from shardwise.core.trace import active
 from shardwise.plans.ops import Phase, Trigger
 from shardwise.runtime.unit import Unit
@@ -92,7 +93,8 @@ class Forward:
             self._end()
 
     def show(self, name: str | None) -> None:
-        """Sets what the trace shows as being computed."""
+        """Sets what the trace and the flight recorder show as being computed."""
+        RECORDER.point(*(name or "between").split(" ", 1))
         trace = active()
         if trace is not None:
             trace.switch("compute", name)

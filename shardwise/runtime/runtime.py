@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.comm.carry import Carriers
 from shardwise.comm.grid import Grid
 from shardwise.core.errors import UsageError
+from shardwise.core.flight import RECORDER
 from shardwise.plans.ops import Phase, Trigger
 from shardwise.plans.order import Issuer
 from shardwise.plans.plan import Plan
@@ -37,6 +38,7 @@ from shardwise.tier.rest import Homes
 
 if TYPE_CHECKING:
     from shardwise.runtime.activations.recompute import Activations
+    from shardwise.runtime.surface.nonfinite import Nonfinite
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Runtime:
         """Run after an interrupted forward: each forgets calls that will never return."""
         self.activations: Activations | None = None
         """Set by ``recompute.install``."""
+        self.nonfinite: Nonfinite | None = None
+        """The first gradient with a NaN or an Inf, if the last clipping found any."""
         self.issuer = Issuer([unit.ops for unit in units], plan)
         self.executor = Executor(units, grid, carriers)
         self.issues = Issues(self)
@@ -215,6 +219,7 @@ class Runtime:
 
         The transfers that other ranks expect are still made, so that ranks stay in step.
         """
+        RECORDER.reset()
         for recover in self.recoveries:
             recover()
         self.backward.finish()

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim import Optimizer
 
 from shardwise.core.errors import UsageError
+from shardwise.core.flight import RECORDER
 from shardwise.core.ticket import DONE, Chained, Ticket
 from shardwise.plans.ops import Kind, Op
 from shardwise.runtime.slot import ParamSlot
@@ -60,6 +61,7 @@ class Steps:
     def stepped(self) -> None:
         """An optimizer has stepped, or its pending step was cancelled."""
         self.half_updated = bool(self.updated)
+        RECORDER.stepped()
 
     def require(self, what: str) -> None:
         """Raises if some units already have new values while others have old ones."""

@@ -71,10 +71,14 @@ class Checkpoints:
 
     def after(self, step: int, *, last: bool) -> None:
         """Save if it is time to."""
-        if not self.every or (step % self.every and not last):
-            return
+        if self.every and (step % self.every == 0 or last):
+            self.save(step)
+
+    def save(self, step: int) -> Path:
+        """Save now, whatever was asked for."""
+        path = self.folder / f"step-{step}"
         sw.save(
-            self.folder / f"step-{step}",
+            path,
             self.model,
             self.optimizer,
             scheduler=self.scheduler,
@@ -82,6 +86,7 @@ class Checkpoints:
         )
         if dist.get_rank() == 0:
             place.rotate(self.folder, self.keep)
+        return path
 
     def _candidates(self, source: str) -> list[Path]:
         """What to load, the best first; rank 0 looks for all."""

@@ -84,6 +84,8 @@ class StepsConfig(_Section):
     """Tokens per sequence."""
     clip: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this norm; 0 does not clip."""
+    on_nonfinite: Literal["stop", "skip", "go on"] = "stop"
+    """What a NaN or an Inf in the loss or the gradients does; `skip` leaves out that update."""
     seed: int = Field(default=0, ge=0)
     eval_every: int = Field(default=0, ge=0)
     """Steps between validations; 0 validates once, at the end."""
@@ -119,6 +121,14 @@ class TrainConfig(_Section):
     """Directory for metrics, checkpoints and report; by default `runs/<timestamp>`."""
     resume: str | None = None
     """A checkpoint to go on from, or `latest`: the last one in `output`, if there is one."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """All ranks end within so long, with a report, when one was killed, stopped or cut off."""
+    patience_s: float = Field(default=600.0, gt=0)
+    """A rank that waits so long for one that lives raises an error."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often local workers are started anew, from the last checkpoint, after one has failed."""
+    preempted_code: int = Field(default=0, ge=0, le=255)
+    """The exit code after a SIGTERM, which saves a checkpoint and ends the run."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

@@ -14,8 +14,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,28 +45,64 @@ class WorkerError(ShardwiseError, RuntimeError):
     """A worker failed, and not by the user's mistake."""
 
     exit_code = 1
+    details: Sequence[str] = ()
+    """The report of what all ranks were doing."""
+    is_final = False
+    """Whether another attempt would fail as well."""
 
 
-def run(entry: str, arguments: dict[str, Any], *, workers: int, logs: Path | None = None) -> Any:
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """How ranks watch each other (see `sw.shard`)."""
+
+    timeout_s: float = 60.0
+    patience_s: float = 600.0
+    folder: str | None = None
+    """Where the report of a failure goes."""
+    prints: bool = True
+    """Whether a rank prints the report; the launcher of local workers does that itself."""
+
+
+def run(
+    entry: str,
+    arguments: dict[str, Any],
+    *,
+    workers: int,
+    logs: Path | None = None,
+    watching: Watching | None = None,
+    forwards_sigterm: bool = False,
+) -> Any:
     """Call `entry` ("module:function") with `arguments` on every worker; return rank 0's answer.
 
     Arguments and answer must be JSON. The stack trace of an unexpected error is written to `logs`,
     or to a new temporary directory. Raises the first worker error as one sentence, and
-    KeyboardInterrupt on Ctrl-C.
+    KeyboardInterrupt on Ctrl-C. With `forwards_sigterm` the workers end in their own way after a
+    SIGTERM; a second one ends them at once.
     """
+    watching = watching or Watching()
+    if logs is not None:
+        watching = replace(watching, folder=str(logs))
     if under_torchrun():
-        return _run_in_place(entry, arguments)
+        return _run_in_place(entry, arguments, watching)
     job_dir = Path(tempfile.mkdtemp(prefix="shardwise-"))
+    watching = replace(watching, folder=watching.folder or str(job_dir), prints=False)
     try:
-        job = {"entry": entry, "arguments": arguments, "launcher_pid": os.getpid()}
+        job = {
+            "entry": entry,
+            "arguments": arguments,
+            "launcher_pid": os.getpid(),
+            "watching": asdict(watching),
+        }
         (job_dir / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        _launch(job_dir, workers, logs)
+        reports = Path(str(watching.folder))
+        with _sigterm_forwarded() if forwards_sigterm else nullcontext():
+            _launch(job_dir, workers, logs, reports, forwards_sigterm)
         return json.loads((job_dir / ANSWER_FILE).read_text(encoding="utf-8"))
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
 
 
-def _run_in_place(entry: str, arguments: dict[str, Any]) -> Any:
+def _run_in_place(entry: str, arguments: dict[str, Any], watching: Watching) -> Any:
     """Run as one of the ranks that an outer torchrun started."""
     for name, value in rank_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).items():
         os.environ.setdefault(name, value)  # before torch is imported
@@ -74,12 +111,17 @@ def _run_in_place(entry: str, arguments: dict[str, Any]) -> Any:
     with _interrupts_held():
         import torch.distributed  # noqa: F401
 
-    return call(entry, arguments)
+    return call(entry, arguments, watching)
 
 
 def under_torchrun() -> bool:
     """Whether torchrun has already started the ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def restarts_of_torchrun() -> int:
+    """How often an outer torchrun has started its ranks anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if under_torchrun() else 0
 
 
 def is_rank_zero() -> bool:
@@ -101,7 +143,10 @@ def _local_environment() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
 
 
-def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
+def _launch(
+    job_dir: Path, workers: int, logs: Path | None, reports: Path, forwards_sigterm: bool
+) -> None:
+    known = set(find_reports(reports))
     with _interrupts_held():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError as Failed
@@ -120,7 +165,7 @@ def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
         shutdown_timeout=_SHUTDOWN_S,
         # SIGINT is not among them: Ctrl-C stays a KeyboardInterrupt here, and elastic then ends the
         # workers by SIGTERM, at once and without output.
-        signals_to_handle=",".join(_ELASTIC_SIGNALS),
+        signals_to_handle=",".join(_ELASTIC_SIGNALS[forwards_sigterm:]),
     )
     command = ("-m", "shardwise.train.worker", str(job_dir))
     environment = rank_environment(workers) | _local_environment()
@@ -128,9 +173,30 @@ def _launch(job_dir: Path, workers: int, logs: Path | None) -> None:
         try:
             elastic_launch(config, sys.executable)(*command)
         except Failed as error:
-            raise _first_error(job_dir, error, logs) from None
+            told = [report for report in find_reports(reports) if report not in known]
+            raise explain_failure(job_dir, error, logs, told) from None
         except SignalException as error:
             raise SystemExit(128 + error.sigval) from None
+
+
+def find_reports(folder: Path) -> list[Path]:
+    """The reports of failures in a run's folder, the latest last."""
+    return sorted(folder.glob("failure-*/report.json"))
+
+
+def explain_failure(
+    job_dir: Path, failed: "ChildFailedError", logs: Path | None, reports: Sequence[Path]
+) -> ShardwiseError:
+    """The error that the launcher raises, with what the ranks have reported."""
+    error = _first_error(job_dir, failed, logs)
+    if not reports or not isinstance(error, WorkerError) or error.is_final:
+        return error
+    report = json.loads(reports[-1].read_text(encoding="utf-8"))
+    if report["cause"][0]["kind"] in ("stopped", "cut off"):
+        error = WorkerError(report["sentence"])
+    lines = (reports[-1].parent / "report.txt").read_text(encoding="utf-8").splitlines()
+    error.details = lines if logs is None else [*lines, f"  more: shardwise doctor {logs}"]
+    return error
 
 
 def _first_error(job_dir: Path, failed: "ChildFailedError", logs: Path | None) -> ShardwiseError:
@@ -148,7 +214,9 @@ def _first_error(job_dir: Path, failed: "ChildFailedError", logs: Path | None) -
     if first["is_mistake"]:
         return UsageError(first["sentence"])
     if first["is_ours"]:
-        return WorkerError(f"rank {first['rank']}: {first['sentence']}")
+        error = WorkerError(f"rank {first['rank']}: {first['sentence']}")
+        error.is_final = first["is_final"]
+        return error
     trace = (logs or Path(tempfile.mkdtemp(prefix="shardwise-"))) / f"error-rank{first['rank']}.txt"
     trace.write_text(first["traceback"], encoding="utf-8")
     return WorkerError(f"rank {first['rank']}: {first['sentence']} (stack trace in {trace})")
@@ -187,6 +255,28 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextmanager
+def _sigterm_forwarded() -> Iterator[None]:
+    """The first SIGTERM goes to the workers, which end in their own way; a second ends all."""
+    import psutil
+
+    told: list[bool] = []
+
+    def forward(number: int, frame: object) -> None:
+        if told:
+            raise SystemExit(128 + number)
+        told.append(True)
+        for worker in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Meant to be read from top to bottom, and to be copied.
 import json
 import math
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import shardwise as sw
 from shardwise.api import runtime_of
 from shardwise.auto import choose, compare_soon
 from shardwise.core.errors import PlanError, ShardwiseError, UsageError
+from shardwise.core.flight import RECORDER
 from shardwise.planner.request import Candidate
 from shardwise.plans.auto import Auto
 from shardwise.plans.file import dump_plan, load_plan
@@ -37,6 +39,7 @@ from shardwise.train.metrics import (
     StepRecord,
     Summary,
     peak_rss_bytes,
+    read_records,
     rss_bytes,
 )
 from shardwise.train.models import build_model, context_of, count_parameters, loss_of, vocab_of
@@ -47,6 +50,8 @@ class DivergedError(ShardwiseError, ArithmeticError):
     """Training diverged: the loss is not finite."""
 
     exit_code = 1
+    is_final = True
+    """Another attempt would diverge as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +72,17 @@ class Job:
     """Predicted seconds per step, if the planner chose the plan."""
 
 
-def train_worker(config: dict[str, Any], output: str) -> dict[str, Any]:
+def train_worker(config: dict[str, Any], output: str, restarts: int = 0) -> dict[str, Any]:
     """Entry point of a worker: the job and the answer are plain data."""
-    return train(TrainConfig.model_validate(config), Path(output)).to_dict()
+    ended = train(TrainConfig.model_validate(config), Path(output), restarts)
+    return {"preempted": str(ended)} if isinstance(ended, Path) else ended.to_dict()
 
 
-def train(config: TrainConfig, output: Path) -> Summary:
-    """Train as one rank of the process group; rank 0 writes into `output`."""
+def train(config: TrainConfig, output: Path, restarts: int = 0) -> Summary | Path:
+    """Train as one rank of the process group; rank 0 writes into `output`.
+
+    Returns the last checkpoint instead of a summary if the job was preempted.
+    """
     job = build(config)
     started = time.perf_counter()
     is_first = dist.get_rank() == 0
@@ -82,7 +91,10 @@ def train(config: TrainConfig, output: Path) -> Summary:
     records: list[StepRecord] = []
     checkpoints = Checkpoints.of(config, output, job.model, job.optimizer, job.scheduler)
     done = checkpoints.resume(config.resume)
-    if done >= config.train.steps:
+    RECORDER.stepped(done)
+    if restarts and done == config.train.steps:
+        records = read_records(output / METRICS_FILE)  # it failed after its last step
+    elif done >= config.train.steps:
         raise ConfigError(
             f"train.steps = {config.train.steps}, but the checkpoint was saved after step {done}; "
             "give more steps"
@@ -97,6 +109,8 @@ def train(config: TrainConfig, output: Path) -> Summary:
             metrics.write(record)
             progress.show(record)
             checkpoints.after(step, last=step == config.train.steps)
+            if sw.preempted(job.model) and step < config.train.steps:
+                return checkpoints.save(step)
     summary = summarise(job, records, output, time.perf_counter() - started)
     if is_first:
         (output / SUMMARY_FILE).write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
@@ -121,7 +135,19 @@ def build(config: TrainConfig, *, dropout: bool = True) -> Job:
             f"train.clip = {config.train.clip} needs all gradients before anything is updated, but "
             "the plan updates in backward; set train.clip = 0, or tiers.update = 'step'"
         )
-    model, optimizer = sw.shard(model, optimizer, plan=plan, levels=config.levels)
+    if plan.tiers.update == "backward" and config.train.on_nonfinite == "skip":
+        raise ConfigError(
+            "train.on_nonfinite = 'skip' needs all gradients before anything is updated, but the "
+            "plan updates in backward; set it to 'stop' or 'go on', or tiers.update = 'step'"
+        )
+    model, optimizer = sw.shard(
+        model,
+        optimizer,
+        plan=plan,
+        levels=config.levels,
+        timeout_s=config.timeout_s,
+        patience_s=config.patience_s,
+    )
     if chosen is not None:
         compare_soon(runtime_of(model), chosen)
     # Weights are the same on every rank, dropout masks must differ.
@@ -217,16 +243,16 @@ def train_step(job: Job, step: int) -> StepRecord:
     started = time.perf_counter()
     options = job.config.train
     loss = accumulate_gradients(job, step)
-    norm = sw.clip_grad_norm_(job.model, options.clip or math.inf)
+    norm = float(sw.clip_grad_norm_(job.model, options.clip or math.inf))
+    mean_loss = mean_over_ranks(loss)  # like the norm, the same on all ranks
+    updates = (math.isfinite(mean_loss) and math.isfinite(norm)) or goes_on(
+        job, step, mean_loss, norm
+    )
     lr = float(job.scheduler.get_last_lr()[0])
-    job.optimizer.step()
+    if updates:
+        job.optimizer.step()
     job.scheduler.step()
     job.optimizer.zero_grad()
-    mean_loss = mean_over_ranks(loss)
-    if not math.isfinite(mean_loss):
-        raise DivergedError(
-            f"the loss is {mean_loss} at step {step}; lower optim.lr, or lengthen the warm-up"
-        )
     step_s = time.perf_counter() - started
     is_last = step == options.steps
     validates = is_last or (options.eval_every > 0 and step % options.eval_every == 0)
@@ -234,13 +260,35 @@ def train_step(job: Job, step: int) -> StepRecord:
         step=step,
         loss=mean_loss,
         lr=lr,
-        grad_norm=float(norm),
+        grad_norm=norm,
         tokens_per_s=options.global_batch * options.seq / step_s,
         step_s=step_s,
         rss_bytes=rss_bytes(),
         peak_rss_bytes=peak_rss_bytes(),
         val_loss=evaluate(job) if validates else None,
     )
+
+
+def goes_on(job: Job, step: int, loss: float, norm: float) -> bool:
+    """What a NaN or an Inf does: stop here, skip the update, or go on with it."""
+    policy = job.config.train.on_nonfinite
+    if policy == "go on":
+        return True
+
+    def forward() -> list[Tensor]:
+        batches = [job.train.get(step, micro) for micro in range(job.train.accumulation)]
+        rows = [batch.to(job.device) for batch in batches]
+        return [loss_of(job.model(input_ids=row, labels=row)) for row in rows]
+
+    what = "the loss" if not math.isfinite(loss) else "the norm of the gradients"
+    sentence = f"{what} is {norm if math.isfinite(loss) else loss} at step {step}"
+    if (place := sw.find_nonfinite(job.model, forward)) is not None:
+        sentence += f": {place}"
+    if policy == "stop":
+        raise DivergedError(f"{sentence}; lower optim.lr, or lengthen the warm-up")
+    if dist.get_rank() == 0:
+        print(f"skipped: {sentence}", file=sys.stderr)
+    return False
 
 
 def accumulate_gradients(job: Job, step: int) -> Tensor:

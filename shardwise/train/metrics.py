@@ -1,6 +1,7 @@
 """What a run measures: one flat JSON line per step, memory, and the summary at the end."""
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,9 +34,10 @@ class StepRecord:
     """Only after steps with a validation; absent from the line otherwise."""
 
     def to_json(self) -> str:
-        """The record as one line."""
+        """The record as one line. JSON has neither NaN nor Inf: they become null."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        return json.dumps(fields)
+        known = {name: value if math.isfinite(value) else None for name, value in fields.items()}
+        return json.dumps(known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,17 @@ def _drop_after(path: Path, done: int) -> None:
     new = path.with_suffix(".new")
     new.write_text("".join(kept), encoding="utf-8")
     new.replace(path)
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """What a metrics file has."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for line in lines:
+        fields: dict[str, Any] = json.loads(line)
+        lost: dict[str, Any] = {key: math.nan for key, value in fields.items() if value is None}
+        found.append(StepRecord(**{**fields, **lost}))
+    return found
 
 
 def rss_bytes() -> int:

@@ -4,8 +4,10 @@ This module does not import torch; the workers do.
 """
 
 import datetime
+import sys
 from pathlib import Path
 
+from shardwise.core.errors import ShardwiseError
 from shardwise.train import launch
 from shardwise.train.config import ConfigError, TrainConfig
 from shardwise.train.metrics import METRICS_FILE, Summary
@@ -20,11 +22,41 @@ def run_training(config: TrainConfig, output: Path) -> Summary:
     """Train on `config.workers` local processes, or as one rank of an outer torchrun."""
     if not launch.under_torchrun():
         config.batching(config.workers)  # before anything slow begins
-    arguments = {"config": config.model_dump(mode="json"), "output": str(output)}
-    answer = launch.run(
-        "shardwise.train.loop:train_worker", arguments, workers=config.workers, logs=output
-    )
+    restarts = launch.restarts_of_torchrun()
+    while True:
+        try:
+            answer = launch.run(
+                "shardwise.train.loop:train_worker",
+                {
+                    "config": config.model_dump(mode="json"),
+                    "output": str(output),
+                    "restarts": restarts,
+                },
+                workers=config.workers,
+                logs=output,
+                watching=launch.Watching(config.timeout_s, config.patience_s),
+                forwards_sigterm=True,
+            )
+            break
+        except launch.WorkerError as error:
+            if error.is_final or restarts >= config.max_restarts or launch.under_torchrun():
+                raise
+            restarts += 1
+            said = [f"error: {error}", *error.details]
+            said.append(f"restart {restarts} of {config.max_restarts}, from the last checkpoint")
+            print("\n".join(said), file=sys.stderr, flush=True)
+            config = config.model_copy(update={"resume": RESUME_LATEST})
+    if "preempted" in answer:
+        raise PreemptedError(answer["preempted"], config.preempted_code)
     return Summary(**answer)
+
+
+class PreemptedError(ShardwiseError):
+    """The run was asked to end, and did after it had saved a checkpoint."""
+
+    def __init__(self, checkpoint: str, exit_code: int) -> None:
+        super().__init__(f"preempted: saved {checkpoint}; go on with --resume latest")
+        self.exit_code = exit_code
 
 
 def prepare_output(config: TrainConfig) -> Path:
@@ -32,6 +64,11 @@ def prepare_output(config: TrainConfig) -> Path:
     output = Path(config.output) if config.output else _default_directory(config)
     if not launch.is_rank_zero():
         return output  # rank 0 of the outer torchrun does it for all
+    if config.max_restarts and not config.train.save_every:
+        raise ConfigError(
+            f"max_restarts = {config.max_restarts} needs checkpoints to go on from; set "
+            "train.save_every (--save-every)"
+        )
     if config.resume is None and (output / METRICS_FILE).exists():
         raise ConfigError(
             f"output: {output} already holds a run; choose another directory, or go on with "

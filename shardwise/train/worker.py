@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.train.launch import ANSWER_FILE, ERROR_FILE, USER_MISTAKES
+from shardwise.train.launch import ANSWER_FILE, ERROR_FILE, USER_MISTAKES, Watching
 
 _PR_SET_PDEATHSIG = 1
 """From the kernel's prctl.h."""
@@ -31,7 +31,7 @@ def main() -> NoReturn:
     job = json.loads((job_dir / "job.json").read_text(encoding="utf-8"))
     _die_with(job["launcher_pid"])
     try:
-        answer = call(job["entry"], job["arguments"])
+        answer = call(job["entry"], job["arguments"], Watching(**job["watching"]))
         if rank == 0:
             _write(job_dir / ANSWER_FILE, answer)
         code = 0
@@ -41,28 +41,34 @@ def main() -> NoReturn:
         code = request.code if isinstance(request.code, int) else 1
     except Exception as error:  # of any kind: the launcher reports it
         _write(job_dir / ERROR_FILE.format(rank=rank), _describe(error, rank))
+        _die_of(error)
         code = 1
     leave(code)
 
 
-def call(entry: str, arguments: dict[str, Any]) -> Any:
+def call(entry: str, arguments: dict[str, Any], watching: Watching) -> Any:
     """Call `entry` ("module:function") as a member of the process group."""
     module, _, function = entry.partition(":")
-    with process_group():
+    with process_group(watching):
         return getattr(importlib.import_module(module), function)(**arguments)
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
+def process_group(watching: Watching) -> Iterator[None]:
     """Join the process group that torchrun's environment describes; leave it with the others."""
     import torch.distributed as dist
 
+    from shardwise.comm import alive, watch
+    from shardwise.comm.control import Control
     from shardwise.device.choice import local_device, make_current, process_group_options
 
     dist.init_process_group(**process_group_options(make_current(local_device())))
+    control = Control(dist.get_world_size(), dist.get_rank(), watching.patience_s)
+    watch.start(control, watching.timeout_s, watching.folder, prints=watching.prints)
     # No `finally`: after an error, destroying a group can wait for peers that will never answer.
     yield
     dist.barrier()
+    alive.leave()
     dist.destroy_process_group()
 
 
@@ -72,9 +78,21 @@ def leave(code: int) -> NoReturn:
     gloo's threads sometimes abort the interpreter's regular exit after all work is done. By now the
     result is on disk, so skipping the destructors hides no failure.
     """
+    if "shardwise.comm.alive" in sys.modules:
+        from shardwise.comm import alive
+
+        alive.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _die_of(error: Exception) -> None:
+    """Say it to the other ranks, and end with them when all know."""
+    if "torch.distributed" in sys.modules:
+        from shardwise.comm import alive
+
+        alive.die_of(error)
 
 
 def _describe(error: BaseException, rank: int) -> dict[str, Any]:
@@ -89,6 +107,7 @@ def _describe(error: BaseException, rank: int) -> dict[str, Any]:
         "time_ns": time.time_ns(),
         "is_mistake": isinstance(error, USER_MISTAKES),
         "is_ours": isinstance(error, ShardwiseError),
+        "is_final": getattr(error, "is_final", False),
         "sentence": sentence,
         "traceback": "".join(traceback.format_exception(error)),
     }

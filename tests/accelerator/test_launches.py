@@ -86,7 +86,7 @@ class Ways:
     """The hops of a plan's one unit on a device, or on the CPU."""
 
     def __init__(self, plan: Plan, device: torch.device, rank: int, dtype: torch.dtype) -> None:
-        self.device, self.grid = device, Grid.build(Place(rank, LEVELS), device, 60.0)
+        self.device, self.grid = device, Grid.build(Place(rank, LEVELS), device)
         unit = unit_of(dtype)
         self.rungs, self.plan = resolve(plan, LEVELS, "unit"), plan
         self.flat = Flat(self.rungs, rank, NUMEL, dtype)

@@ -33,14 +33,18 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"core", "cost", "model", "planner", "plans"},
     "auto": {"comm", "core", "cost", "device", "model", "planner", "plans", "probing", "runtime"},
     "tracing": {"core"},
+    "faults": {"api", "comm", "runtime"},
     "api": {"auto", "checkpoint", "comm", "core", "device", "model", "plans", "runtime", "tier"},
     "saving": {"api", "checkpoint", "core", "runtime"},
     "__init__": {
-        "api", "auto", "checkpoint", "core", "model", "planning", "plans", "probing", "saving",
-        "tier", "tracing",
+        "api", "auto", "checkpoint", "core", "faults", "model", "planning", "plans", "probing",
+        "saving", "tier", "tracing",
     },
     # Programs on top of it.
-    "train": {"__init__", "api", "auto", "checkpoint", "core", "device", "model", "planner", "plans"},
+    "train": {
+        "__init__", "api", "auto", "checkpoint", "comm", "core", "device", "model", "planner",
+        "plans",
+    },
     "bench": {
         "__init__", "api", "core", "cost", "device", "model", "planner", "plans", "probing",
         "train", "wire",

@@ -49,6 +49,7 @@ FOREIGN = {
     "*_library._destroy": "takes replaced kernels out again",
     # --- the standard library
     "os._exit": "leaves without the interpreter's exit, which gloo's threads may abort",
+    "sys._current_frames": "where the main thread is when a rank says what it does",
     "sys._getframe": "who calls; inspect's way to it reads sources",
 }
 """Patterns of foreign privates that may be used, and what for."""

@@ -12,8 +12,9 @@ from shardwise.cli.main import app
 NAMES = {
     "Auto", "BudgetError", "Override", "Pending", "Plan", "PlanError", "Precision", "Resumed", "ShardwiseError", "StatePlan", "SyncError",
     "TierError", "Tiers", "Tiling", "UsageError",
-    "clip_grad_norm_", "deferred_init", "export", "full_grads", "full_params", "load", "load_pretrained", "no_sync",
-    "optim_state_dict", "plan", "presets", "probe", "save", "set_grad_divisor", "shard", "simulate", "state_dict", "stats", "trace", "unshard",
+    "clip_grad_norm_", "deferred_init", "export", "find_nonfinite", "full_grads", "full_params", "load", "load_pretrained",
+    "no_sync", "optim_state_dict", "plan", "preempted", "presets", "probe", "save", "set_grad_divisor", "shard", "simulate", "state_dict",
+    "stats", "trace", "unshard",
 }  # fmt: skip
 COMMON = {"--help"}
 OPTIONS = {
@@ -36,7 +37,7 @@ OPTIONS = {
         "--output", "--trace", "--json",
     },
     "train": {
-        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--save-every", "--resume",
+        "--model", "--data", "--plan", "--nvme", "--levels", "--workers", "--steps", "--output", "--save-every", "--resume", "--max-restarts",
         "--set", "--print-config", "--json",
     },
     "verify": {
@@ -85,7 +86,7 @@ def test_every_public_name_is_annotated(name):
 
 def test_shard_has_the_parameters_of_every_plan_only():
     assert list(inspect.signature(shardwise.shard).parameters) == [
-        "model", "optimizer", "plan", "levels", "elementwise", "timeout_s", "device",
+        "model", "optimizer", "plan", "levels", "elementwise", "timeout_s", "patience_s", "run", "device",
     ]  # fmt: skip
 
 

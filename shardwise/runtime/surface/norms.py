@@ -10,6 +10,7 @@ from shardwise.core.errors import UsageError
 from shardwise.runtime.flat import Flat
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.surface import grads
+from shardwise.runtime.surface.nonfinite import first_gradient
 from shardwise.runtime.surface.opened import OpenGrads, open_grads
 from shardwise.runtime.unit import Unit
 
@@ -39,6 +40,7 @@ def clip_grad_norm_(
             "a backward outside no_sync first."
         )
     total = _total_norm(runtime, norm_type, foreach)
+    runtime.nonfinite = None if torch.isfinite(total) else first_gradient(runtime)
     if error_if_nonfinite and not torch.isfinite(total):
         raise UsageError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they "
