@@ -17,7 +17,7 @@ from shardwise.cli.main import run as shardwise
 pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[2]
 STEPS = 3000
-COMPARED = 40
+COMPARED = 12
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
