@@ -98,6 +98,11 @@ class Contents:
         return [tensor for tensor in self._kept if not tensor.slots]
 
     @property
+    def empty(self) -> list[Named]:
+        """Parameters without elements, which are in nobody's shard."""
+        return [tensor for tensor in self._kept if tensor.slots and not tensor.tensor.numel()]
+
+    @property
     def _kept(self) -> list[Named]:
         if not self._trained:
             return self.tensors
