@@ -7,10 +7,12 @@ others when a rank has failed. Imports no torch.
 
 import atexit
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +43,8 @@ class _Process:
             return
         self.pid = os.getpid()
         atexit.register(leave)
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, _end_of_child, exitpriority=0)
         os.register_at_fork(after_in_child=self._forked)
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
 
@@ -94,6 +98,7 @@ def report_to(folder: str | os.PathLike[str] | None, *, prints: bool | None = No
 def adopt(heart: Heart, stamp: str) -> None:
     """From now on the ends of this process pass through a heart; ``stamp`` names its reports."""
     _process.heart, _process.stamp = heart, stamp
+    heart.hears_sigterm = lambda: signal.getsignal(signal.SIGTERM) is _terminated
     _process.hook()
     _process.hear_signals(heart)
 
@@ -107,6 +112,15 @@ def leave() -> None:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         heart.leave()
+
+
+def _end_of_child() -> None:
+    """A process of ``multiprocessing`` ends without the hook of exceptions, and a fork also without
+    ``atexit``."""
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        die_of(error, show=traceback.print_exc)
+    leave()
 
 
 def die_of(error: BaseException, show: Callable[[], object] | None = None) -> None:

@@ -55,7 +55,7 @@ def test_killed_while_it_replaces_on_a_system_without_exchange(
         raise Killed
 
     save(path, 1)
-    with mock.patch.object(place, "exchange", lambda *_: False):
+    with mock.patch.object(place, "exchange", return_value=False):
         with (
             mock.patch("os.rename", renamed),
             mock.patch.object(place.Target, "discard"),
@@ -81,7 +81,7 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path) -> None:
 
     save(path, 1)
     with (
-        mock.patch.object(place, "exchange", lambda *_: False),
+        mock.patch.object(place, "exchange", return_value=False),
         mock.patch("os.rename", renamed),
         pytest.raises(sw.UsageError, match="Input/output error"),
     ):

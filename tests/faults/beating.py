@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from shardwise.core.processes import process_id
 TOKEN = b"0123456789abcdef"
 MOMENT_S = 0.3
 LIMIT_S = 30.0
+HANDLING_S = 2.0
 
 
 def everyone(folder: Path, world: int, name: str) -> list[str]:
@@ -77,6 +79,11 @@ def fail(how: str, rank: int) -> None:
         raise SyncError("rank 0 waited for rank 1")
     elif how == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "handle":  # the program's own handler takes its time
+        signal.signal(signal.SIGTERM, lambda *_: say(Path(sys.argv[1]), rank, "handled"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(HANDLING_S)
+        sys.exit(0)
     elif how == "hold":  # Python's lock, so that the heart cannot beat
         sys.setswitchinterval(1000)
         ctypes.PyDLL(None).usleep(int(1.5 * float(sys.argv[4]) * 1e6))
@@ -95,7 +102,7 @@ def main() -> None:
     say(folder, rank, "beating")
     if rank in failing:
         fail(how, rank)
-    harmless = how in ("leave", "hold")
+    harmless = how in ("leave", "hold", "handle")
     time.sleep(2.5 * float(sys.argv[4]) if harmless else LIMIT_S)
     if harmless:
         sys.exit(0)
@@ -103,4 +110,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "FORKED" in os.environ:
+        child = multiprocessing.get_context("fork").Process(target=main)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
     main()

@@ -33,6 +33,8 @@ class Case:
     kind: str | None
     """What the report says; None: there is none."""
     words: str = ""
+    forked: bool = False
+    """Whether ranks are forks of ``multiprocessing``, as a notebook's are."""
 
 
 CASES = {
@@ -48,6 +50,9 @@ CASES = {
     "preempted": Case("terminate", "0,1,2", None),
     "leaves": Case("leave", "1", None),
     "holds Python's lock": Case("hold", "1", None),
+    "handles SIGTERM itself": Case("handle", "1", None),
+    "a fork leaves": Case("leave", "1", None, forked=True),
+    "an exception in a fork": Case("raise", "2", "raised", "rank 2 raised ZeroDiv", forked=True),
 }
 
 
@@ -78,6 +83,9 @@ def command(folder: Path, rank: int, world: int, how: str, failing: str) -> list
 def start(folder: Path, case: Case) -> Run:
     folder.mkdir()
     processes = []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if case.forked:
+        environment["FORKED"] = "1"
     for rank in range(WORLD):
         with (folder / f"out-{rank}").open("wb") as out:
             processes.append(
@@ -85,7 +93,7 @@ def start(folder: Path, case: Case) -> Run:
                     command(folder, rank, WORLD, case.how, case.failing),
                     stdout=out,
                     stderr=out,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    env=environment,
                 )
             )
     return Run(folder, processes, {})
@@ -152,12 +160,15 @@ def test_a_failure_is_reported_once_and_in_time(name: str, runs: dict[str, Run])
     assert [flight.rank for flight in flights] == list(range(WORLD))
 
 
-def test_only_what_began_it_shows_its_trace(runs: dict[str, Run]) -> None:
-    run = runs["an exception"]
+@pytest.mark.parametrize("name", ["an exception", "an exception in a fork"])
+def test_only_what_began_it_shows_its_trace(name: str, runs: dict[str, Run]) -> None:
+    run = runs[name]
     assert ["Traceback" in run.said(rank) for rank in range(WORLD)] == [False, False, True]
 
 
-@pytest.mark.parametrize("name", ["leaves", "holds Python's lock"])
+@pytest.mark.parametrize(
+    "name", ["leaves", "a fork leaves", "holds Python's lock", "handles SIGTERM itself"]
+)
 def test_no_alarm_for_a_rank_that_leaves_or_is_slow(name: str, runs: dict[str, Run]) -> None:
     run = runs[name]
     assert run.code == [0] * WORLD
