@@ -163,16 +163,21 @@ class Heart:
 
     def _beat(self) -> None:
         _wake(self.wake_writer)
+        poll, now = select.poll(), time.perf_counter()  # select is limited to 1024 files
+        poll.register(self._courier.fileno(), select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
         while not self._over.is_set():
             meets = not self._met.is_set() and time.perf_counter() - self._begun_s < _MEETING_S
             hurries = meets or self._ending_s or self._error or self._noticed_s
             soon = _RESEND_S if hurries else self.beats_s
             with contextlib.suppress(OSError):
-                select.select([self._courier.fileno(), self._wake_reader], [], [], soon)
+                poll.poll(soon * 1000)
             if self._over.is_set():
                 return
             self._look_for_signals()
-            now = time.perf_counter()
+            before_s, now = now, time.perf_counter()
+            if now - before_s > self._liveness.silence_s:  # all may have been stopped, and go on
+                self._liveness.pardon(now)
             for message in self._courier.receive():
                 self._take(message, now)
             if not self._met.is_set() and not self._liveness.strangers(self._watched):

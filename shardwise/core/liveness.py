@@ -70,6 +70,12 @@ class Liveness:
         if peer is not None:
             peer.heard_s, peer.refused_s = now_s, None
 
+    def pardon(self, now_s: float) -> None:
+        """This rank did not run, so that it could not hear the others: their time begins anew."""
+        for peer in self.peers.values():
+            if peer.heard_s is not None:
+                peer.heard_s = now_s
+
     def refuse(self, rank: int, now_s: float) -> None:
         """Its host is there, but no process of it has the address."""
         peer = self.peers.get(rank)

@@ -90,6 +90,27 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["best"]
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_nothing_of_others_is_removed_with_a_checkpoint(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / "best"
+    save(path, 1)
+    other = path / "tokenizer"
+    other.mkdir() if folder else other.write_text("of the user")
+    with pytest.raises(sw.UsageError, match="has 'tokenizer' beside its checkpoint"):
+        save(path, 2)
+    assert other.exists()
+    assert value_in(path) == 1
+
+
+def test_a_missing_file_is_damage(tmp_path: Path) -> None:
+    """So that the trainer passes over it to the checkpoint before."""
+    save(tmp_path / "step-1")
+    save(tmp_path / "step-2")
+    (tmp_path / "step-2/__0_0.distcp").unlink()
+    with pytest.raises(sw.UsageError, match=r"is damaged: its file .* is missing.*before it is"):
+        value_in(tmp_path)
+
+
 def test_direct_writes_that_are_refused_go_through_the_page_cache(tmp_path: Path) -> None:
     write, direct = os.pwrite, []
 

@@ -80,6 +80,14 @@ def test_a_host_that_sends_no_beats_is_not_judged_by_its_silence():
     assert liveness.faults(500.0) == []
 
 
+def test_whoever_did_not_run_itself_judges_nobody_for_silence():
+    world = World()
+    assert set(world.failed(3600.0)) == {2, 3}
+    world.liveness.pardon(3600.0)
+    assert world.failed(3629.9) == {}
+    assert set(world.failed(3630.0)) == {2, 3}
+
+
 def test_a_process_is_not_gone_because_this_one_has_no_file_descriptors_left():
     own = process_id(os.getpid())
     with mock.patch.object(Path, "read_text", side_effect=OSError(errno.EMFILE, "Too many")):

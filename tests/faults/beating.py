@@ -6,6 +6,7 @@
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -93,6 +94,11 @@ def fail(how: str, rank: int) -> None:
 def main() -> None:
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     how = sys.argv[5]
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = int(os.environ.get("FILES", "0"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for _ in range(min(files, most - 50)):
+        os.open("/dev/null", os.O_RDONLY)
     failing = {int(text) for text in sys.argv[6].split(",")}
     join(folder, rank, world, float(sys.argv[4]))
     RECORDER.stepped(7)

@@ -35,10 +35,19 @@ class Target:
         """Raise if something that is no checkpoint would be replaced."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"'{self.path}' is a file; save to a folder.")
-        if self.path.is_dir() and any(self.path.iterdir()) and not is_checkpoint(self.path):
+        if self._entries() and not is_checkpoint(self.path):
             raise UsageError(
                 f"Folder '{self.path}' is not empty and has no checkpoint; save to another one."
             )
+        others = [e.name for e in self._entries() if not (e.is_file() and _is_part(e.name))]
+        if others:
+            raise UsageError(
+                f"Folder '{self.path}' has '{min(others)}' beside its checkpoint, which would be "
+                "removed with it; move that away, or save to another folder."
+            )
+
+    def _entries(self) -> list[Path]:
+        return list(self.path.iterdir()) if self.path.is_dir() else []
 
     def open(self, num_bytes: int) -> None:
         """Make the hidden folder, without what a killed process left there."""
@@ -89,6 +98,11 @@ class Target:
     def discard(self) -> None:
         with suppress(OSError):
             shutil.rmtree(self.staging)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file of this name is of a checkpoint; NFS renames what it cannot remove yet."""
+    return name in (INDEX_FILE, METADATA_FILE) or name.endswith(".distcp") or name[:4] == ".nfs"
 
 
 def _aside(path: Path) -> Path:
