@@ -134,10 +134,12 @@ def die_of(error: BaseException, show: Callable[[], object] | None = None) -> No
 
 
 def on_sigterm(action: Callable[[], None]) -> None:
-    """What a SIGTERM does that is no consequence of a failure: by default it ends the process."""
+    """What a SIGTERM does that is no consequence of a failure: by default it ends the process. A
+    handler of the program's own stays."""
     if _process.heart is not None:
         _process.heart.on_sigterm = action
-    elif threading.current_thread() is threading.main_thread():  # a single rank
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # no heart hears of it
         signal.signal(signal.SIGTERM, lambda *_: action())
 
 

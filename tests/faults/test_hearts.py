@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from shardwise.bench.cluster import Cluster
+from shardwise.comm import alive, watch
 from shardwise.core.flight import read_folder
 from tests.bench.conftest import real_network  # noqa: F401 (a fixture)
 
@@ -182,6 +185,37 @@ def test_a_preempted_job_ends_by_its_signal(runs: dict[str, Run]) -> None:
     run = runs["preempted"]
     assert run.code == [-signal.SIGTERM] * WORLD
     assert "".join(map(run.said, range(WORLD))) == ""
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        alive.on_sigterm(lambda: called.append(-1))
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        alive.on_sigterm(lambda: called.append(-1))
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [signal.SIGTERM, -1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("place", "goes_on"), [((0, 2), True), ((1, 2), False), ((0, 4), False)])
+def test_a_heart_of_another_job_is_not_kept(place: tuple[int, int], goes_on: bool) -> None:
+    """A process may join another process group, as another rank."""
+    heart = mock.Mock(place=place, timeout_s=1.0)
+    control = mock.Mock(world=2, rank=0, exchange_objects=lambda value: [value, True])
+    with (
+        mock.patch.object(alive, "current", return_value=heart),
+        mock.patch.object(alive, "report_to"),
+        mock.patch.object(alive, "leave", side_effect=InterruptedError) as leaves,
+        nullcontext() if goes_on else pytest.raises(InterruptedError),
+    ):
+        watch.start(control, 7.0)
+    assert leaves.called is not goes_on
+    assert heart.timeout_s == (7.0 if goes_on else 1.0)
 
 
 def test_nothing_is_left_in_shared_memory(runs: dict[str, Run]) -> None:
