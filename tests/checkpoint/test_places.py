@@ -142,3 +142,12 @@ def test_parameters_without_elements(tmp_path: Path) -> None:
     model, optimizer = sw.shard(model, torch.optim.AdamW(model.parameters()))
     sw.save(tmp_path / "a", model, optimizer)
     assert sw.load(tmp_path / "a", model, optimizer).missing == ()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_buffer_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex32))
+    with pytest.raises(sw.UsageError, match=r"'model\.odd' is a tensor of .* persistent=False"):
+        sw.save(tmp_path / "a", sw.shard(model))
+    assert os.listdir(tmp_path) == []
