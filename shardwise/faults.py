@@ -40,7 +40,8 @@ def preempted(model: nn.Module) -> bool:
     """Whether a scheduler has asked any rank to end (SIGTERM); collective, equal on all ranks.
 
     From the first call on a SIGTERM does not end the process, unless another rank has failed. Call
-    it after each step; when it is true save a checkpoint, and end.
+    it after each step; when it is true save a checkpoint, and end. If the program has a handler
+    of its own for SIGTERM, that is called instead, and this stays false.
 
     >>> import torch, shardwise as sw
     >>> model = sw.shard(torch.nn.Linear(4, 2))

@@ -7,10 +7,12 @@ others when a rank has failed. Imports no torch.
 
 import atexit
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +43,8 @@ class _Process:
             return
         self.pid = os.getpid()
         atexit.register(leave)
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, _end_of_child, exitpriority=0)
         os.register_at_fork(after_in_child=self._forked)
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
 
@@ -94,6 +98,7 @@ def report_to(folder: str | os.PathLike[str] | None, *, prints: bool | None = No
 def adopt(heart: Heart, stamp: str) -> None:
     """From now on the ends of this process pass through a heart; ``stamp`` names its reports."""
     _process.heart, _process.stamp = heart, stamp
+    heart.hears_sigterm = lambda: signal.getsignal(signal.SIGTERM) is _terminated
     _process.hook()
     _process.hear_signals(heart)
 
@@ -109,6 +114,15 @@ def leave() -> None:
         heart.leave()
 
 
+def _end_of_child() -> None:
+    """A process of ``multiprocessing`` ends without the hook of exceptions, and a fork also without
+    ``atexit``."""
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        die_of(error, show=traceback.print_exc)
+    leave()
+
+
 def die_of(error: BaseException, show: Callable[[], object] | None = None) -> None:
     """Tells the other ranks that an error ends this one, and ends with them; shows it before if it
     is what began it all. Returns if there are no others."""
@@ -120,10 +134,12 @@ def die_of(error: BaseException, show: Callable[[], object] | None = None) -> No
 
 
 def on_sigterm(action: Callable[[], None]) -> None:
-    """What a SIGTERM does that is no consequence of a failure: by default it ends the process."""
+    """What a SIGTERM does that is no consequence of a failure: by default it ends the process. A
+    handler of the program's own stays."""
     if _process.heart is not None:
         _process.heart.on_sigterm = action
-    elif threading.current_thread() is threading.main_thread():  # a single rank
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # no heart hears of it
         signal.signal(signal.SIGTERM, lambda *_: action())
 
 

@@ -53,10 +53,13 @@ class Heart:
     ) -> None:
         self._me, self._courier, self._publish = me, courier, publish
         self._members = {member.rank: member for member in members}
+        self.place = me.rank, len(self._members)
+        """This process's rank, and how many there are."""
         self._alarm = Alarm(me, self._members)
         others = [member for member in self._members.values() if member.rank != me.rank]
-        self._liveness = Liveness((_peer(member, me.host) for member in others), timeout_s)
         self._watched = neighbours(me.rank, len(self._members))
+        peers = (_peer(member, me.host) for member in others)
+        self._liveness = Liveness(peers, timeout_s, self._watched)
         small = len(self._members) <= _SMALL_WORLD
         self._collectors = set(self._members if small else range(_FIRST_RANKS))
         self._told_first = self._collectors | set(self._watched) | set(self._alarm.rings)
@@ -67,6 +70,8 @@ class Heart:
         """When a SIGTERM came."""
         self.on_sigterm: Callable[[], None] = self._end_by_sigterm
         """What a SIGTERM that no failure explains does."""
+        self.hears_sigterm: Callable[[], bool] = lambda: True
+        """Whether a SIGTERM is for this heart, and not for a handler of the program's own."""
         self._error: Fault | None = None
         """An exception that ends this rank's program."""
         self._noticed_s: float | None = None
@@ -158,16 +163,21 @@ class Heart:
 
     def _beat(self) -> None:
         _wake(self.wake_writer)
+        poll, now = select.poll(), time.perf_counter()  # select is limited to 1024 files
+        poll.register(self._courier.fileno(), select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
         while not self._over.is_set():
             meets = not self._met.is_set() and time.perf_counter() - self._begun_s < _MEETING_S
             hurries = meets or self._ending_s or self._error or self._noticed_s
             soon = _RESEND_S if hurries else self.beats_s
             with contextlib.suppress(OSError):
-                select.select([self._courier.fileno(), self._wake_reader], [], [], soon)
+                poll.poll(soon * 1000)
             if self._over.is_set():
                 return
             self._look_for_signals()
-            now = time.perf_counter()
+            before_s, now = now, time.perf_counter()
+            if now - before_s > self._liveness.silence_s:  # all may have been stopped, and go on
+                self._liveness.pardon(now)
             for message in self._courier.receive():
                 self._take(message, now)
             if not self._met.is_set() and not self._liveness.strangers(self._watched):
@@ -304,7 +314,7 @@ class Heart:
             data = os.read(self._wake_reader, 4096)
         except BlockingIOError:
             return
-        if bytes([signal.SIGTERM]) in data:
+        if bytes([signal.SIGTERM]) in data and self.hears_sigterm():
             self.told_to_end_s = self.told_to_end_s or time.perf_counter()
 
 
@@ -338,11 +348,19 @@ def _kill_stopped(members: Iterable[Member]) -> None:
 
 
 def _exit() -> NoReturn:
-    """End the process, whatever its main thread is stuck in."""
+    """End the process, whatever its main thread is stuck in: it may be in a write of output that
+    nobody reads, and hold the lock that flushing needs."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        flushing.start()
+        flushing.join(1.0)
+    os._exit(1)
+
+
+def _flush() -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(1)
 
 
 def _peer(member: Member, host: str) -> Peer:

@@ -35,7 +35,8 @@ def start(
     if control.world == 1:
         return
     heart = alive.current()
-    if not any(control.exchange_objects(heart is None)):
+    goes_on = heart is not None and heart.place == (control.rank, control.world)
+    if all(control.exchange_objects(goes_on)):
         assert heart is not None
         heart.timeout_s = timeout_s
         return

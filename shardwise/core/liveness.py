@@ -38,8 +38,14 @@ class Peer:
 class Liveness:
     """Keeps what is heard of the other ranks, and judges it."""
 
-    def __init__(self, peers: Iterable[Peer], timeout_s: float) -> None:
+    def __init__(
+        self, peers: Iterable[Peer], timeout_s: float, watched: Iterable[int] | None = None
+    ) -> None:
         self.peers = {peer.rank: peer for peer in peers}
+        expected = self.peers.keys() if watched is None else set(watched)
+        self._beating = [peer for peer in self.peers.values() if peer.rank in expected]
+        """Those that send beats. Others are heard of now and then, so that their silence, and that
+        of a host with none but them, says nothing."""
         self.timeout_s = timeout_s
 
     @property
@@ -64,6 +70,12 @@ class Liveness:
         if peer is not None:
             peer.heard_s, peer.refused_s = now_s, None
 
+    def pardon(self, now_s: float) -> None:
+        """This rank did not run, so that it could not hear the others: their time begins anew."""
+        for peer in self.peers.values():
+            if peer.heard_s is not None:
+                peer.heard_s = now_s
+
     def refuse(self, rank: int, now_s: float) -> None:
         """Its host is there, but no process of it has the address."""
         peer = self.peers.get(rank)
@@ -80,9 +92,11 @@ class Liveness:
 
     def faults(self, now_s: float) -> list[Fault]:
         """What has failed by now."""
+        beating = [peer for peer in self._beating if not peer.has_left]
+        expected = {peer.host for peer in beating if peer.heard_s is not None}
         hosts: dict[str, float] = {}
         for peer in self.peers.values():
-            if peer.heard_s is not None:
+            if peer.heard_s is not None and peer.host in expected:
                 hosts[peer.host] = max(hosts.get(peer.host, 0.0), peer.heard_s)
         judged = (
             self._judge(peer, hosts, now_s) for peer in self.peers.values() if not peer.has_left
@@ -93,7 +107,7 @@ class Liveness:
         """Whether a rank is too quiet for saying that it lives."""
         return any(
             peer.heard_s is not None and now_s - peer.heard_s > 4 * beat_s
-            for peer in self.peers.values()
+            for peer in self._beating
             if not peer.has_left
         )
 

@@ -1,5 +1,6 @@
 """The state of another process of this host, as the kernel tells it."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,21 +32,26 @@ class ProcessId:
         """
         if not Path("/proc/self/stat").exists():
             return Life.UNKNOWN
-        fields = _stat(self.pid)
+        try:
+            fields = _stat(self.pid)
+        except OSError:  # of this process, which has no file descriptors left, for example
+            return Life.UNKNOWN
         if fields is None or int(fields[19]) != self.started or fields[0] in "ZX":
             return Life.ENDED
         return Life.STOPPED if fields[0] in "Tt" else Life.RUNS
 
 
 def process_id(pid: int) -> ProcessId:
-    fields = _stat(pid)
+    fields = None
+    with suppress(OSError):
+        fields = _stat(pid)
     return ProcessId(pid, int(fields[19]) if fields else 0)
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of a process after its name, beginning with its state."""
+    """The fields of a process after its name, beginning with its state; None: it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()

@@ -1,5 +1,6 @@
 """The optimizers of a model, and the units that backward has updated before they step."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -25,8 +26,15 @@ class Steps:
         self._runtime = runtime
         self.optimizers: WeakKeyDictionary[Optimizer, ref[OptimizerTakeover]] = WeakKeyDictionary()
         """The optimizers, each with its takeover."""
+        self.before: list[Callable[[], None]] = []
+        """Run before any of them steps, also one that is taken over by that step."""
         self.half_updated = False
         """Whether the last backward updated units on any rank, and no step followed."""
+
+    def begin(self) -> None:
+        """An optimizer is about to change values."""
+        for action in list(self.before):  # an action may remove itself
+            action()
 
     def takeover_of(self, optimizer: Optimizer) -> "OptimizerTakeover | None":
         """How an optimizer was taken over; None before the first step of one built later."""

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.training import contents
@@ -20,16 +21,18 @@ from tests.checkpoint.runs import Run, assert_equal, plan_of
 from tests.checkpoint.test_export import refusal
 from tests.harness import Workers
 
+PAUSE_S = 0.002
+
 
 @contextmanager
-def slow(*, fails: bool = False) -> Iterator[None]:
+def slow(*, fails: bool = False, pause_s: float = PAUSE_S) -> Iterator[None]:
     """Other threads take their time to read shards, so that training overtakes them; writes fail."""
     read, write, main = contents.bytes_of, os.pwrite, threading.current_thread()
 
     def reads(tensor: torch.Tensor) -> memoryview:
         if threading.current_thread() is not main:
             assert threading.current_thread().name == "shardwise-save"
-            time.sleep(0.002)
+            time.sleep(pause_s)
         return read(tensor)
 
     def writes(*args) -> int:
@@ -122,6 +125,61 @@ def adapters(root: str) -> None:
     assert "model.blocks.1.up.weight" not in read_index(Path(root) / "trained").tensors
     message = refusal(lambda: sw.save(Path(root) / "x", run.model, only="frozen"))
     assert "only='frozen' is not known" in message
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def has(folder: Path, values: dict[str, torch.Tensor]) -> bool:
+    model = sw.shard(pair(), plan=sw.presets.zero1())
+    sw.load(folder, model)
+    return all(torch.equal(value, values[name]) for name, value in sw.state_dict(model).items())
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in sw.state_dict(model).items()}
+
+
+def test_an_optimizer_that_was_built_later_waits(tmp_path: Path) -> None:
+    model = sw.shard(pair(), plan=sw.presets.zero1())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    values = values_of(model)
+    with slow(pause_s=0.05):
+        pending = sw.save(tmp_path / "a", model, optimizer, asynchronous=True)
+        step(model, optimizer)
+        pending.wait()
+    assert has(tmp_path / "a", values)
+
+
+def test_what_rests_in_full_is_written_after_it_was_read(tmp_path: Path) -> None:
+    model = sw.shard(pair(), plan=sw.presets.zero1())
+    values = values_of(model)
+    with slow(pause_s=0.05):
+        pending = sw.save(tmp_path / "a", model, asynchronous=True)
+        with sw.full_params(model, write=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        pending.wait()
+    assert has(tmp_path / "a", values)
+
+
+def test_hooks_of_the_user_stay(tmp_path: Path) -> None:
+    """A save that is over leaves the step's hooks while the step runs them."""
+    model = pair()
+    model, optimizer = sw.shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    sw.save(tmp_path / "a", model, optimizer, asynchronous=True)._thread.join()
+    called: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    step(model, optimizer)
+    step(model, optimizer)
+    assert called == [1, 1]
 
 
 class TestBeside:

@@ -1,10 +1,16 @@
 """Who has failed, from what was heard: no time passes, and no process is asked."""
 
+import errno
+import os
+import subprocess
+from pathlib import Path
+from unittest import mock
+
 import pytest
 
 from shardwise.core.failure import Fault, Kind, Report, Statement, order_faults
 from shardwise.core.liveness import Liveness, Peer
-from shardwise.core.processes import Life
+from shardwise.core.processes import Life, ProcessId, process_id
 
 TIMEOUT_S = 60.0
 
@@ -59,6 +65,38 @@ def test_a_host_is_cut_off_when_all_its_ranks_are_silent():
 def test_a_rank_that_was_never_heard_of_is_not_judged():
     liveness = Liveness([Peer(1, "there", None)], TIMEOUT_S)
     assert liveness.faults(1000.0) == []
+
+
+def test_a_host_that_sends_no_beats_is_not_judged_by_its_silence():
+    """Its ranks may have asked for something, once."""
+    peers = [Peer(1, "there", None), Peer(2, "beyond", None)]
+    liveness = Liveness(peers, TIMEOUT_S, watched=[1])
+    liveness.hear(1, 0.0)
+    liveness.hear(2, 0.0)
+    liveness.hear(1, 100.0)
+    assert liveness.faults(100.0) == []
+    assert not liveness.uncertain(100.0, 1.0)
+    liveness.leave(1)
+    assert liveness.faults(500.0) == []
+
+
+def test_whoever_did_not_run_itself_judges_nobody_for_silence():
+    world = World()
+    assert set(world.failed(3600.0)) == {2, 3}
+    world.liveness.pardon(3600.0)
+    assert world.failed(3629.9) == {}
+    assert set(world.failed(3630.0)) == {2, 3}
+
+
+def test_a_process_is_not_gone_because_this_one_has_no_file_descriptors_left():
+    own = process_id(os.getpid())
+    with mock.patch.object(Path, "read_text", side_effect=OSError(errno.EMFILE, "Too many")):
+        assert own.life() is Life.UNKNOWN
+    assert ProcessId(own.pid, own.started + 1).life() is Life.ENDED
+    child = subprocess.Popen(["true"])
+    gone = process_id(child.pid)
+    child.wait()
+    assert gone.life() is Life.ENDED
 
 
 def test_a_refused_datagram_says_that_the_process_has_ended():

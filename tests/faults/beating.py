@@ -4,7 +4,9 @@
 """
 
 import ctypes
+import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -21,6 +23,7 @@ from shardwise.core.processes import process_id
 TOKEN = b"0123456789abcdef"
 MOMENT_S = 0.3
 LIMIT_S = 30.0
+HANDLING_S = 2.0
 
 
 def everyone(folder: Path, world: int, name: str) -> list[str]:
@@ -77,6 +80,11 @@ def fail(how: str, rank: int) -> None:
         raise SyncError("rank 0 waited for rank 1")
     elif how == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "handle":  # the program's own handler takes its time
+        signal.signal(signal.SIGTERM, lambda *_: say(Path(sys.argv[1]), rank, "handled"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(HANDLING_S)
+        sys.exit(0)
     elif how == "hold":  # Python's lock, so that the heart cannot beat
         sys.setswitchinterval(1000)
         ctypes.PyDLL(None).usleep(int(1.5 * float(sys.argv[4]) * 1e6))
@@ -86,6 +94,11 @@ def fail(how: str, rank: int) -> None:
 def main() -> None:
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     how = sys.argv[5]
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = int(os.environ.get("FILES", "0"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for _ in range(min(files, most - 50)):
+        os.open("/dev/null", os.O_RDONLY)
     failing = {int(text) for text in sys.argv[6].split(",")}
     join(folder, rank, world, float(sys.argv[4]))
     RECORDER.stepped(7)
@@ -95,7 +108,7 @@ def main() -> None:
     say(folder, rank, "beating")
     if rank in failing:
         fail(how, rank)
-    harmless = how in ("leave", "hold")
+    harmless = how in ("leave", "hold", "handle")
     time.sleep(2.5 * float(sys.argv[4]) if harmless else LIMIT_S)
     if harmless:
         sys.exit(0)
@@ -103,4 +116,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "FORKED" in os.environ:
+        child = multiprocessing.get_context("fork").Process(target=main)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
     main()

@@ -10,19 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from shardwise.bench.cluster import Cluster
+from shardwise.comm import alive, watch
 from shardwise.core.flight import read_folder
 from tests.bench.conftest import real_network  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[2]
 WORLD = 3
 TIMEOUT_S = 2.0
-SLACK_S = 3.0
+SLACK_S = 6.0
 """A busy machine starts and ends processes slowly."""
 
 
@@ -33,6 +36,10 @@ class Case:
     kind: str | None
     """What the report says; None: there is none."""
     words: str = ""
+    forked: bool = False
+    """Whether ranks are forks of ``multiprocessing``, as a notebook's are."""
+    files: int = 0
+    """How many files each rank has open."""
 
 
 CASES = {
@@ -44,10 +51,13 @@ CASES = {
     "two are stopped": Case("stop", "0,1", "stopped", "ranks 0 and 1 are stopped"),
     "an exception": Case("raise", "2", "raised", "rank 2 raised ZeroDivisionError: divided"),
     "left alone": Case("sync", "1", "stuck", "rank 1 gave up: SyncError: rank 0 waited for"),
-    "vanished": Case("vanish", "1", "ended", "rank 1 ended without a word"),
+    "vanished": Case("vanish", "1", "ended", "rank 1 ended without a word", files=1100),
     "preempted": Case("terminate", "0,1,2", None),
     "leaves": Case("leave", "1", None),
     "holds Python's lock": Case("hold", "1", None),
+    "handles SIGTERM itself": Case("handle", "1", None),
+    "a fork leaves": Case("leave", "1", None, forked=True),
+    "an exception in a fork": Case("raise", "2", "raised", "rank 2 raised ZeroDiv", forked=True),
 }
 
 
@@ -78,6 +88,10 @@ def command(folder: Path, rank: int, world: int, how: str, failing: str) -> list
 def start(folder: Path, case: Case) -> Run:
     folder.mkdir()
     processes = []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment["FILES"] = str(case.files)
+    if case.forked:
+        environment["FORKED"] = "1"
     for rank in range(WORLD):
         with (folder / f"out-{rank}").open("wb") as out:
             processes.append(
@@ -85,7 +99,7 @@ def start(folder: Path, case: Case) -> Run:
                     command(folder, rank, WORLD, case.how, case.failing),
                     stdout=out,
                     stderr=out,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    env=environment,
                 )
             )
     return Run(folder, processes, {})
@@ -152,12 +166,15 @@ def test_a_failure_is_reported_once_and_in_time(name: str, runs: dict[str, Run])
     assert [flight.rank for flight in flights] == list(range(WORLD))
 
 
-def test_only_what_began_it_shows_its_trace(runs: dict[str, Run]) -> None:
-    run = runs["an exception"]
+@pytest.mark.parametrize("name", ["an exception", "an exception in a fork"])
+def test_only_what_began_it_shows_its_trace(name: str, runs: dict[str, Run]) -> None:
+    run = runs[name]
     assert ["Traceback" in run.said(rank) for rank in range(WORLD)] == [False, False, True]
 
 
-@pytest.mark.parametrize("name", ["leaves", "holds Python's lock"])
+@pytest.mark.parametrize(
+    "name", ["leaves", "a fork leaves", "holds Python's lock", "handles SIGTERM itself"]
+)
 def test_no_alarm_for_a_rank_that_leaves_or_is_slow(name: str, runs: dict[str, Run]) -> None:
     run = runs[name]
     assert run.code == [0] * WORLD
@@ -168,6 +185,37 @@ def test_a_preempted_job_ends_by_its_signal(runs: dict[str, Run]) -> None:
     run = runs["preempted"]
     assert run.code == [-signal.SIGTERM] * WORLD
     assert "".join(map(run.said, range(WORLD))) == ""
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        alive.on_sigterm(lambda: called.append(-1))
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        alive.on_sigterm(lambda: called.append(-1))
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [signal.SIGTERM, -1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("place", "goes_on"), [((0, 2), True), ((1, 2), False), ((0, 4), False)])
+def test_a_heart_of_another_job_is_not_kept(place: tuple[int, int], goes_on: bool) -> None:
+    """A process may join another process group, as another rank."""
+    heart = mock.Mock(place=place, timeout_s=1.0)
+    control = mock.Mock(world=2, rank=0, exchange_objects=lambda value: [value, True])
+    with (
+        mock.patch.object(alive, "current", return_value=heart),
+        mock.patch.object(alive, "report_to"),
+        mock.patch.object(alive, "leave", side_effect=InterruptedError) as leaves,
+        nullcontext() if goes_on else pytest.raises(InterruptedError),
+    ):
+        watch.start(control, 7.0)
+    assert leaves.called is not goes_on
+    assert heart.timeout_s == (7.0 if goes_on else 1.0)
 
 
 def test_nothing_is_left_in_shared_memory(runs: dict[str, Run]) -> None:

@@ -24,7 +24,7 @@ from tests.models import Block
 from tests.runtime.support import PLANS, peer_links, small
 
 TIMEOUT_S = 2.0
-SLACK_S = 4.0
+SLACK_S = 8.0
 WIDTH = 24
 WORLD = 3
 

@@ -4,6 +4,7 @@ What is appended is copied into one of a few buffers; a full one is written by a
 I/O where the file system has it, while the next is filled. Imports no torch.
 """
 
+import errno
 import mmap
 import os
 from collections import deque
@@ -92,7 +93,11 @@ class Appender:
             with memoryview(buffer) as whole:
                 done = 0
                 while done < nbytes:
-                    done += os.pwrite(file, whole[done:nbytes], offset + done)
+                    try:
+                        done += os.pwrite(file, whole[done:nbytes], offset + done)
+                    except OSError as error:  # some file systems refuse direct I/O only here
+                        if error.errno != errno.EINVAL or file == self._file:
+                            raise
                     file = self._file  # what is left may not begin on a page
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error

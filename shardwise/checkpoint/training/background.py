@@ -8,7 +8,6 @@ ranks raise it at the same place.
 
 import threading
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,12 +46,10 @@ class Pending:
         self._error: BaseException | None = None
         self._told = False
         runtime.before_writes.append(self._await_staged)
+        runtime.steps.before.append(self._before_step)
         self._removers: list[Callable[[], None]] = [
             lambda: runtime.before_writes.remove(self._await_staged),
-            *(
-                optimizer.register_step_pre_hook(self._before_step).remove
-                for optimizer in runtime.steps.optimizers
-            ),
+            lambda: runtime.steps.before.remove(self._before_step),
         ]
         self._thread = threading.Thread(target=self._work, name="shardwise-save")
         self._thread.start()
@@ -76,7 +73,7 @@ class Pending:
     def _await_staged(self) -> None:
         self._staged.wait()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self) -> None:
         """The step may change what is saved as soon as it was read."""
         self._staged.wait()
         over = not self._thread.is_alive()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.training.index import ITEM_BYTES
 from shardwise.checkpoint.values import Named, named_tensors
 from shardwise.core.errors import UsageError
 from shardwise.core.topology import Interval
@@ -96,6 +97,11 @@ class Contents:
     @property
     def buffers(self) -> list[Named]:
         return [tensor for tensor in self._kept if not tensor.slots]
+
+    @property
+    def empty(self) -> list[Named]:
+        """Parameters without elements, which are in nobody's shard."""
+        return [tensor for tensor in self._kept if tensor.slots and not tensor.tensor.numel()]
 
     @property
     def _kept(self) -> list[Named]:
@@ -201,8 +207,15 @@ def keeps_compute(runtime: Runtime, unit: Unit, flat: Flat) -> bool:
 
 def small(name: str, value: torch.Tensor) -> Piece:
     """A whole tensor in memory."""
+    dtype = dtype_name(value.dtype)
+    if dtype not in ITEM_BYTES or value.layout is not torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise UsageError(
+            f"'{name}' is a tensor of {dtype} in layout {layout}, which a checkpoint cannot keep; "
+            "convert it, or register it with persistent=False."
+        )
     flat = value.detach().cpu().contiguous().reshape(-1).clone()
-    return Piece(name, dtype_name(value.dtype), tuple(value.shape), 0, flat.numel(), Resident(flat))
+    return Piece(name, dtype, tuple(value.shape), 0, flat.numel(), Resident(flat))
 
 
 def _piece(slot: ParamSlot, common: Interval, name: str, rest: Rest, at: int) -> Piece:

@@ -151,6 +151,10 @@ def read_index(folder: Path) -> Index:
     for file in index.files:
         try:
             found = (folder / file.name).stat().st_size
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"'{folder}' is damaged: its file '{file.name}' is missing."
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"'{folder / file.name}' of the checkpoint cannot be read: {error.strerror}."

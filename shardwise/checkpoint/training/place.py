@@ -35,15 +35,25 @@ class Target:
         """Raise if something that is no checkpoint would be replaced."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"'{self.path}' is a file; save to a folder.")
-        if self.path.is_dir() and any(self.path.iterdir()) and not is_checkpoint(self.path):
+        if self._entries() and not is_checkpoint(self.path):
             raise UsageError(
                 f"Folder '{self.path}' is not empty and has no checkpoint; save to another one."
             )
+        others = [e.name for e in self._entries() if not (e.is_file() and _is_part(e.name))]
+        if others:
+            raise UsageError(
+                f"Folder '{self.path}' has '{min(others)}' beside its checkpoint, which would be "
+                "removed with it; move that away, or save to another folder."
+            )
+
+    def _entries(self) -> list[Path]:
+        return list(self.path.iterdir()) if self.path.is_dir() else []
 
     def open(self, num_bytes: int) -> None:
         """Make the hidden folder, without what a killed process left there."""
         self.check()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._recover()
         for left in self.path.parent.glob(".*.partial"):
             if left == self.staging or _same_series(left.name[1:-8], self.path.name):
                 shutil.rmtree(left)
@@ -64,17 +74,40 @@ class Target:
         else:
             replaced = self.staging
             if not exchange(self.staging, self.path):
-                replaced = self.path.with_name(f".{self.path.name}.replaced.partial")
+                replaced = _aside(self.path)  # where ``find`` looks if this is not completed
                 os.rename(self.path, replaced)
-                os.rename(self.staging, self.path)
+                try:
+                    os.rename(self.staging, self.path)
+                except OSError:
+                    os.rename(replaced, self.path)
+                    raise
             sync(self.path.parent)
             shutil.rmtree(replaced)
         if _NUMBERED.fullmatch(self.path.name):
             point(self.path)
 
+    def _recover(self) -> None:
+        """Complete what a process that was killed while it replaced this checkpoint left."""
+        replaced = _aside(self.path)
+        if replaced.is_dir():
+            if self.path.exists():
+                shutil.rmtree(replaced)
+            else:
+                os.rename(replaced, self.path)
+
     def discard(self) -> None:
         with suppress(OSError):
             shutil.rmtree(self.staging)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file of this name is of a checkpoint; NFS renames what it cannot remove yet."""
+    return name in (INDEX_FILE, METADATA_FILE) or name.endswith(".distcp") or name[:4] == ".nfs"
+
+
+def _aside(path: Path) -> Path:
+    """Where a checkpoint is while another takes its place, if names cannot be exchanged."""
+    return path.with_name(f".{path.name}.replaced.partial")
 
 
 def point(path: Path) -> None:
@@ -97,13 +130,13 @@ def find(path: Path) -> Path:
     """The checkpoint that a path names: itself, or the last one of a folder's series."""
     if path.is_dir() and is_checkpoint(path):
         return path
+    if not path.exists() and is_checkpoint(_aside(path)):
+        return _aside(path)
     folder = path.parent if path.name == LATEST else path
     if not folder.is_dir():
         raise UsageError(f"There is no checkpoint '{path}': give the folder that sw.save wrote.")
-    with suppress(OSError, UnicodeDecodeError):
-        name = (folder / LATEST).read_text(encoding="utf-8").strip()
-        if name and "/" not in name and is_checkpoint(folder / name):
-            return folder / name
+    if (latest := _latest(folder)) is not None:
+        return latest
     found = series(folder)
     if not found:
         raise UsageError(
@@ -111,6 +144,15 @@ def find(path: Path) -> Path:
             "'shardwise import' makes one."
         )
     return found[-1]
+
+
+def _latest(folder: Path) -> Path | None:
+    """What ``latest`` names, if it is there."""
+    with suppress(OSError, UnicodeDecodeError):
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
+        if name and "/" not in name and is_checkpoint(folder / name):
+            return folder / name
+    return None
 
 
 def series(folder: Path) -> list[Path]:
@@ -149,10 +191,13 @@ def rotate(folder: Path, keep: int) -> list[Path]:
     """Remove all but the newest checkpoints of a folder's series, and return what was removed.
 
     Only whole ones count, so that what is damaged never displaces one that can be loaded; a folder
-    disappears at once, whenever the process is killed.
+    disappears at once, whenever the process is killed. The newest is what ``latest`` names: those
+    with higher numbers are of a run that went back, and stay until it replaces them.
     """
-    whole = [path for path in series(folder) if _is_whole(path)]
-    removed = whole[: -max(1, keep)]
+    every, newest = series(folder), _latest(folder)
+    if newest in every:
+        every = every[: every.index(newest) + 1]
+    removed = [path for path in every if _is_whole(path)][: -max(1, keep)]
     for path in removed:
         aside = path.with_name(f".{path.name}.partial")
         if aside.exists():

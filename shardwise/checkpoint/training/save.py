@@ -173,7 +173,8 @@ class _Saving:
             "torch": torch.__version__,
         }
         if self._rank == 0:
-            self.own += [small(f"{MODEL}.{b.name}", b.tensor) for b in self.contents.buffers]
+            whole = [*self.contents.buffers, *self.contents.empty]
+            self.own += [small(f"{MODEL}.{tensor.name}", tensor.tensor) for tensor in whole]
         else:
             self.own.clear()  # tensors of values, which rank 0 writes
 

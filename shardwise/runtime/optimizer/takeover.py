@@ -92,6 +92,7 @@ class OptimizerTakeover:
                 "step outside shardwise.no_sync, so that gradients are reduced."
             )
         methods.check_groups(self._runtime, optimizer.param_groups)
+        runtime.steps.begin()
         runtime.release_all()
         self._swap.put_in()
         self._depth = 1

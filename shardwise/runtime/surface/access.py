@@ -26,6 +26,8 @@ from shardwise.tier.rest import use
 def full_params(runtime: Runtime, module: nn.Module, write: bool) -> Iterator[None]:
     """Gathers the parameters of a module for reading, or for writing by rank 0."""
     runtime.require_idle("full_params")
+    if write:  # what rests in full is written in place
+        runtime.await_readers()
     inside = set(module.parameters())
     units = [u for u in runtime.units if any(slot.face.parameter in inside for slot in u.slots)]
     for unit in units:
