@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.checkpoint.training import place
+from shardwise.checkpoint.training.load import is_damage
 from shardwise.core.errors import UsageError
 from shardwise.train.config import ConfigError
 from shardwise.train.run import CHECKPOINTS, RESUME_LATEST
@@ -54,7 +55,7 @@ class Checkpoints:
             try:
                 found = sw.load(path, self.model, self.optimizer, scheduler=self.scheduler)
             except UsageError as refused:
-                if source != RESUME_LATEST or "damaged" not in str(refused):
+                if source != RESUME_LATEST or not is_damage(refused):
                     raise
                 error = refused
                 if dist.get_rank() == 0:

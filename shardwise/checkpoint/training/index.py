@@ -144,6 +144,13 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX_FILE
     try:
         index = Index.from_bytes(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"'{folder}' has no '{INDEX_FILE}': others wrote it, or it is damaged; 'shardwise "
+            "import' makes a checkpoint of it."
+            if (folder / METADATA_FILE).is_file()
+            else f"'{folder}' is no checkpoint: it has no '{INDEX_FILE}'."
+        ) from error
     except OSError as error:
         raise UsageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
@@ -151,6 +158,10 @@ def read_index(folder: Path) -> Index:
     for file in index.files:
         try:
             found = (folder / file.name).stat().st_size
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"Checkpoint '{folder}' is damaged: its file '{file.name}' is missing."
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"'{folder / file.name}' of the checkpoint cannot be read: {error.strerror}."
