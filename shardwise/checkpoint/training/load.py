@@ -369,4 +369,4 @@ def _list(names: Iterable[str]) -> str:
 def _shortened(texts: list[str]) -> list[str]:
     """The first few: another model differs in thousands of names."""
     rest = len(texts) - _MOST_LISTED
-    return texts if rest <= 0 else [*texts[:_MOST_LISTED], f"and {rest} more"]
+    return [*texts[:_MOST_LISTED], *([f"and {rest} more"] if rest > 0 else [])]
