@@ -1,5 +1,6 @@
 """``save`` and ``load``: training checkpoints for any plan and any number of ranks."""
 
+import operator
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -82,7 +83,8 @@ def save(
     """
     if only not in (None, "trained"):
         raise UsageError(f"only={only!r} is not known; pass only='trained', or omit it.")
-    trained = only == "trained"
+    trained, step = only == "trained", _checked_step(step)
+    _check_parts(optimizer, scheduler)
     request = writing.Request(Path(path), optimizer, scheduler, step, extra, trained, asynchronous)
     return writing.save_checkpoint(runtime_of(model), request)
 
@@ -105,7 +107,7 @@ def load(
     - ``path``: a checkpoint, or a folder of numbered ones, of which ``latest`` is loaded.
     - ``scheduler``: gets its state back.
     - ``strict``: if False, parameters that only the model or only the checkpoint has are returned
-      instead.
+      instead; the optimizer begins anew with those that only the model has.
     - ``random``: whether Python's, numpy's and torch's generators go on where they were saved.
 
     >>> import tempfile, torch, shardwise as sw
@@ -116,10 +118,37 @@ def load(
     7
     """
     runtime = runtime_of(model)
+    _check_parts(optimizer, scheduler)
     if optimizer is not None and runtime.steps.takeover_of(optimizer) is None:
         _take_over(runtime, optimizer)
     request = loading.Request(Path(path), optimizer, scheduler, strict, random)
     return loading.load_checkpoint(runtime, request)
+
+
+def _checked_step(step: object) -> int | None:
+    """A whole number of any kind (numpy's, a tensor) as Python's."""
+    if step is None:
+        return None
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"step={step!r} is not a number of steps; pass 0, 1, 2 ..., or omit it.")
+    return number
+
+
+def _check_parts(optimizer: object, scheduler: object) -> None:
+    if not isinstance(optimizer, Optimizer | None):
+        raise UsageError(
+            f"A {type(optimizer).__name__} was given as the optimizer; pass the one that shard "
+            "got, and a scheduler as scheduler=."
+        )
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise UsageError(
+            f"scheduler={scheduler!r} has no state_dict; pass a scheduler, and other values as "
+            "extra=."
+        )
 
 
 def _take_over(runtime: Runtime, optimizer: Optimizer) -> None:

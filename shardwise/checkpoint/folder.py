@@ -87,6 +87,8 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE], None
     found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise UsageError(f"Folder '{path}' has no checkpoint and no safetensors files.")
     if len(found) != 1:
         raise UsageError(
             f"Folder '{path}' has {len(found)} safetensors files, but neither '{INDEX_FILE}' nor "
@@ -167,7 +169,7 @@ class Staging:
         if not self._overwrite:
             raise UsageError(
                 f"Folder '{self.target}' is not empty; export to another one, or pass "
-                "overwrite=True to replace the weights in it."
+                "overwrite=True (--overwrite) to replace the weights in it."
             )
         for entry in sorted(self.target.iterdir()):
             if any(fnmatchcase(entry.name, pattern) for pattern in _WEIGHTS):

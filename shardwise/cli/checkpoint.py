@@ -17,13 +17,12 @@ EXIT_DAMAGED = 1
 
 
 def is_training_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint of `sw.save`, or a folder of them."""
+    """Whether a path is a checkpoint of `sw.save` or other programs, or a folder of them."""
     from shardwise.checkpoint.training import place
-    from shardwise.checkpoint.training.index import INDEX_FILE
     from shardwise.core.errors import UsageError
 
     try:
-        return (place.find(path) / INDEX_FILE).is_file()
+        return place.is_checkpoint(place.find(path))
     except UsageError:
         return False
 

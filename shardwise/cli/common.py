@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 EXIT_INTERRUPTED = 130
 JSON_OPTION = typer.Option("--json", help="Print the result as JSON.")
@@ -20,8 +21,8 @@ def print_json(answer: Any) -> None:
 def print_error(sentence: str) -> None:
     """Print a sentence on standard error, without markup or wrapping."""
     console = Console(stderr=True, soft_wrap=True)
-    console.print("error: ", style="bold red", end="")
-    console.print(sentence, markup=False, highlight=False)
+    # In one piece: under torchrun several ranks may have something to say.
+    console.print(Text.assemble(("error: ", "bold red"), sentence), highlight=False)
 
 
 @contextmanager

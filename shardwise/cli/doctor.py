@@ -63,11 +63,16 @@ def doctor(
     if clean and path is None:
         raise UsageError("--clean needs a folder: shardwise doctor PATH --clean.")
     if path is not None and not clean:
-        from shardwise.cli.failures import find_failures, show_failure
+        from shardwise.cli.failures import find_failures, is_run, show_failure, show_none
 
         if failures := find_failures(path):
             show_failure(failures[-1], len(failures), as_json=as_json)
             return
+        if is_run(path):
+            show_none(path, as_json=as_json)
+            return
+        if not path.is_dir():
+            raise UsageError(f"There is no folder '{path}'; give a run's, or one on a local disk.")
     answer: dict[str, Any] = {"machine": _machine()}
     if path is not None:
         from shardwise.tier.folder import check_folder, find_folders, remove_left_behind

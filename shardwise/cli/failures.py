@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from shardwise.cli.common import print_json
 from shardwise.core.errors import UsageError
 from shardwise.core.failure import name_ranks
 from shardwise.core.flight import SUFFIX, read_folder
 from shardwise.core.lineup import Row, conclusion, line_up
+from shardwise.train.metrics import PLAN_FILE
+from shardwise.train.run import CONFIG_FILE
 
 _MOST_BESIDES = 2
 """Operations shown of one rank."""
@@ -19,6 +23,19 @@ def find_failures(path: Path) -> list[Path]:
     if any(path.glob(f"*{SUFFIX}")):
         return [path]
     return sorted({file.parent for file in path.glob(f"failure-*/*{SUFFIX}")})
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run of `shardwise train`."""
+    return (path / CONFIG_FILE).is_file() and (path / PLAN_FILE).is_file()
+
+
+def show_none(path: Path, *, as_json: bool) -> None:
+    """Say that nothing has failed in a run."""
+    if as_json:
+        print_json({"folder": str(path), "failures": 0})
+    else:
+        typer.echo(f"No failure was reported in {path}.")
 
 
 def show_failure(folder: Path, number: int, *, as_json: bool) -> None:

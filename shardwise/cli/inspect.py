@@ -37,9 +37,9 @@ def inspect(
     if is_training_checkpoint(path):
         inspect_checkpoint(path, verify=verify, as_json=as_json)
         return
-    if verify:
+    if verify and path.exists():
         raise UsageError(
-            f"'{path}' is no training checkpoint; safetensors files have no checksums to verify."
+            f"'{path}' has no training checkpoint to verify; safetensors files have no checksums."
         )
     answer = to_dict(path, read_source(path))
     if as_json:

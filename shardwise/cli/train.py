@@ -105,9 +105,10 @@ def _run(config: "TrainConfig", as_json: bool) -> None:
     from shardwise.train import launch
     from shardwise.train.run import RESUME_LATEST, PreemptedError, prepare_output, run_training
 
-    if launch.restarts_of_torchrun() and config.resume is None:
+    restarted = launch.restarts_of_torchrun() > 0
+    if restarted and config.resume is None:
         config = config.model_copy(update={"resume": RESUME_LATEST})
-    directory = prepare_output(config)
+    directory = prepare_output(config, restarted=restarted)
     try:
         with interruptible(f"; the run is in {directory}"):
             summary = run_training(config, directory)

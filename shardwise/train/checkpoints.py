@@ -1,6 +1,7 @@
 """The checkpoints of a run: saved every few steps, the oldest removed, the last one resumed."""
 
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.checkpoint.training import place
+from shardwise.checkpoint.training.load import is_damage
 from shardwise.core.errors import UsageError
 from shardwise.train.config import ConfigError
 from shardwise.train.run import CHECKPOINTS, RESUME_LATEST
@@ -52,14 +54,18 @@ class Checkpoints:
         error: UsageError | None = None
         for path in self._candidates(source):
             try:
-                found = sw.load(path, self.model, self.optimizer, scheduler=self.scheduler)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # the notes are printed below
+                    found = sw.load(path, self.model, self.optimizer, scheduler=self.scheduler)
             except UsageError as refused:
-                if source != RESUME_LATEST or "damaged" not in str(refused):
+                if source != RESUME_LATEST or not is_damage(refused):
                     raise
                 error = refused
                 if dist.get_rank() == 0:
                     print(f"passed over: {refused}", file=sys.stderr)
                 continue
+            for note in found.notes if dist.get_rank() == 0 else ():
+                print(f"note: {note}", file=sys.stderr)
             if found.step is None:
                 raise ConfigError(
                     f"resume: {found.path} does not say after which step it was saved"

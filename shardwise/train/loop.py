@@ -74,7 +74,9 @@ class Job:
 
 def train_worker(config: dict[str, Any], output: str, restarts: int = 0) -> dict[str, Any]:
     """Entry point of a worker: the job and the answer are plain data."""
-    ended = train(TrainConfig.model_validate(config), Path(output), restarts)
+    chosen = [output]  # under torchrun each rank has chosen one by its own clock
+    dist.broadcast_object_list(chosen)
+    ended = train(TrainConfig.model_validate(config), Path(chosen[0]), restarts)
     return {"preempted": str(ended)} if isinstance(ended, Path) else ended.to_dict()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.train import launch
-from shardwise.train.config import ConfigError, TrainConfig
+from shardwise.train.config import ConfigError, TrainConfig, load_config
 from shardwise.train.metrics import METRICS_FILE, Summary
 
 CONFIG_FILE = "config.toml"
@@ -59,9 +59,12 @@ class PreemptedError(ShardwiseError):
         self.exit_code = exit_code
 
 
-def prepare_output(config: TrainConfig) -> Path:
-    """Create the run's directory and write the job into it; raise if it holds another run."""
-    output = Path(config.output) if config.output else _default_directory(config)
+def prepare_output(config: TrainConfig, *, restarted: bool = False) -> Path:
+    """Create the run's directory and write the job into it; raise if it holds another run.
+
+    If the job was ``restarted`` by torchrun, it is the directory that its first start made.
+    """
+    output = Path(config.output) if config.output else _default_directory(config, restarted)
     if not launch.is_rank_zero():
         return output  # rank 0 of the outer torchrun does it for all
     if config.max_restarts and not config.train.save_every:
@@ -69,7 +72,8 @@ def prepare_output(config: TrainConfig) -> Path:
             f"max_restarts = {config.max_restarts} needs checkpoints to go on from; set "
             "train.save_every (--save-every)"
         )
-    if config.resume is None and (output / METRICS_FILE).exists():
+    holds_another = not _is_of(output, config) if restarted else (output / METRICS_FILE).exists()
+    if holds_another and (restarted or config.resume is None):
         raise ConfigError(
             f"output: {output} already holds a run; choose another directory, or go on with "
             "--resume latest"
@@ -82,9 +86,24 @@ def prepare_output(config: TrainConfig) -> Path:
     return output
 
 
-def _default_directory(config: TrainConfig) -> Path:
+def _is_of(output: Path, config: TrainConfig) -> bool:
+    """Whether a directory is new, or that of this job. What torchrun starts anew may have been
+    refused because of another run's directory: this one must not be taken for its own."""
+    file = output / CONFIG_FILE
+    if not file.exists():
+        return not (output / METRICS_FILE).exists()
+    try:
+        return load_config(file, {"resume": None}) == config.model_copy(update={"resume": None})
+    except ConfigError:
+        return False
+
+
+def _default_directory(config: TrainConfig, restarted: bool) -> Path:
     """A new directory; with `--resume latest` the newest run that has checkpoints."""
     runs = Path("runs")
+    if restarted:
+        begun = sorted(runs.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
+        return begun[-1].parent if begun else _fresh_directory(runs)
     if config.resume == RESUME_LATEST:
         found = sorted(runs.glob(f"*/{CHECKPOINTS}/*"), key=lambda path: path.stat().st_mtime)
         if found:

@@ -64,7 +64,8 @@ def process_group(watching: Watching) -> Iterator[None]:
 
     dist.init_process_group(**process_group_options(make_current(local_device())))
     control = Control(dist.get_world_size(), dist.get_rank(), watching.patience_s)
-    watch.start(control, watching.timeout_s, watching.folder, prints=watching.prints)
+    folder = control.broadcast_object(watching.folder or "", "choice of the run's folder")
+    watch.start(control, watching.timeout_s, str(folder) or None, prints=watching.prints)
     # No `finally`: after an error, destroying a group can wait for peers that will never answer.
     yield
     dist.barrier()

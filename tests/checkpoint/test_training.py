@@ -101,8 +101,8 @@ def misfits(root: str) -> None:
     message = refusal(lambda: sw.load(path, other.model))
     for part in (
         "missing in it: 'head.bias'",
-        "'position.weight'",
-        "'blocks.2.up.bias'",
+        "'blocks.2.up.weight', and 6 more",
+        "or pass strict=False",
     ):
         assert part in message, message
     message = refusal(lambda: other.load(path))
@@ -125,10 +125,10 @@ def misfits(root: str) -> None:
     assert "it has no optimizer's state (load without the optimizer)" in message
     assert "it has no scheduler's state" in message
     run_sgd = Run(plan_of("zero3"), kind=TinyGPT, optimizer=sgd)
-    assert "its optimizer is a AdamW, not a SGD" in refusal(lambda: run_sgd.load(path))
+    assert "its optimizer is AdamW, not SGD" in refusal(lambda: run_sgd.load(path))
     assert "There is no checkpoint" in refusal(lambda: run.load(Path(root) / "absent"))
     message = refusal(lambda: run.save(path, extra={"a": [object()]}))
-    assert "extra['a'][0] is a object, which a checkpoint cannot keep" in message
+    assert "extra['a'][0] has the type object, which a checkpoint cannot keep" in message
     on_rank_0(lambda: (Path(root) / "file").write_text(""))
     assert "is a file" in refusal(lambda: run.save(Path(root) / "file"))
     on_rank_0(lambda: ((Path(root) / "mine").mkdir(), (Path(root) / "mine" / "a").write_text("")))

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -20,8 +21,9 @@ from shardwise.checkpoint.training import place
 from shardwise.checkpoint.training.read import Reader
 from shardwise.cli.main import app
 from shardwise.train.config import ConfigError, load_config
+from shardwise.train.loop import train_worker
 from shardwise.train.run import prepare_output
-from tests.harness import free_port
+from tests.harness import Workers, free_port
 
 ARGUMENTS = ["--model", "gpt-tiny", "--plan", "zero1", "--set", "train.seq=32", "--set",
              "train.global_batch=4", "--save-every", "2"]  # fmt: skip
@@ -99,7 +101,7 @@ def test_restarted_by_torchrun_on_other_ranks(whole: Path, tmp_path: Path) -> No
     worker.kill()
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors[-3000:]
-    assert "random states of 2 ranks" in errors
+    assert "note: The checkpoint has the random states of 2 ranks" in errors
     found, expected = losses(output), losses(whole)
     assert found.keys() == {5, 6, 7, 8}
     assert all(abs(loss - expected[step]) < 2e-4 for step, loss in found.items()), (found, expected)
@@ -116,6 +118,37 @@ def test_the_newest_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "runs/a/metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="--resume latest"):
         prepare_output(load_config(None, {"output": "runs/a"}))
+
+
+def test_a_restart_never_takes_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts a job anew that was refused because its directory holds another run."""
+    monkeypatch.chdir(tmp_path)
+    old, new = (load_config(None, {"train.steps": n, "output": "runs/a"}) for n in (10, 20))
+    folder = prepare_output(old)
+    (folder / "metrics.jsonl").write_text("")
+    again = {"resume": "latest"}
+    for resume in (again, {}):
+        with pytest.raises(ConfigError, match="already holds a run"):
+            prepare_output(new.model_copy(update=resume), restarted=bool(resume))
+        prepare_output(old.model_copy(update=again), restarted=True)
+    first = prepare_output(load_config(None, {"train.steps": 30}))
+    (tmp_path / "runs/b/checkpoints/step-1").mkdir(parents=True)  # newer, but no run of this job
+    assert prepare_output(load_config(None, {"train.steps": 30, **again}), restarted=True) == first
+
+
+def train_apart(root: str) -> None:
+    options = {"model.name": "gpt-tiny", "plan": "zero1", "train.steps": 2, "train.save_every": 1,
+               "train.seq": 16, "train.global_batch": 2, "train.eval_batches": 1}  # fmt: skip
+    output = Path(root) / str(dist.get_rank())  # ranks whose clocks differ
+    output.mkdir()
+    train_worker(load_config(None, options).model_dump(mode="json"), str(output))
+    dist.barrier()
+
+
+def test_all_ranks_use_one_directory(two: Workers, tmp_path: Path) -> None:
+    two.run(train_apart, str(tmp_path))
+    assert (tmp_path / "0/checkpoints/step-2/__1_0.distcp").is_file()
+    assert not list((tmp_path / "1").iterdir())
 
 
 def test_inspect(whole: Path) -> None:

@@ -27,6 +27,9 @@ from shardwise.checkpoint.training.boxes import boxes
 from shardwise.core.errors import UsageError
 
 _ACCELERATE_MODEL, _ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+OURS = "a checkpoint of shardwise without its index"
+_OURS_ALONE = ("shardwise.", "compute.")
+"""Where ``sw.save`` puts what only ``sw.load`` needs."""
 _GROUPS = re.compile(r"(?:(?P<prefix>.+?)\.)?param_groups(?:\.(?P<rest>.+))?")
 
 
@@ -63,7 +66,9 @@ def is_folders(path: Path) -> bool:
 def read_folders(path: Path) -> Foreign:
     """The contents of a checkpoint, without its data; executes nothing."""
     if is_dcp(path):
-        return _Reading(path, "a DCP folder", [read_dcp(path)]).contents()
+        folder = read_dcp(path)
+        ours = any(name.startswith("shardwise.rank") for name in folder.tensors)
+        return _Reading(path, OURS if ours else "a DCP folder", [folder]).contents()
     folders = [read_dcp(path / _ACCELERATE_MODEL)]
     if is_dcp(path / _ACCELERATE_OPTIMIZER):
         folders.append(read_dcp(path / _ACCELERATE_OPTIMIZER))
@@ -193,6 +198,8 @@ class _Reading:
     def _model_names(self, stated: set[str]) -> dict[str, str]:
         """The model's tensors: their own names, and their names in the folder."""
         rest = [name for name in self.tensors if self._of_optimizer(name) is None]
+        if self.kind == OURS:
+            rest = [name for name in rest if not name.startswith(_OURS_ALONE)]
         heads = Counter(self._head(name, stated) for name in rest)
         if not heads:
             return {}

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.checkpoint.foreign.contents import Foreign, Readable, lasting_options, readable
 from shardwise.checkpoint.foreign.dcp import METADATA_FILE
-from shardwise.checkpoint.foreign.folders import read_folders
+from shardwise.checkpoint.foreign.folders import OURS, read_folders
 from shardwise.checkpoint.training.index import Index, Tensor
 from shardwise.checkpoint.training.plain import encode
 from shardwise.checkpoint.training.read import Reader
@@ -25,6 +25,8 @@ class ForeignReader(Reader):
 
     def __init__(self, folder: Path) -> None:
         found = read_folders(folder)
+        self.lacks_index = found.kind == OURS
+        """Whether ``save`` wrote the folder, so that it once had an index and checksums."""
         self._sources: dict[str, Readable] = {}
         super().__init__(folder, Index())
         for tensor in found.tensors:

@@ -144,6 +144,13 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX_FILE
     try:
         index = Index.from_bytes(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"'{folder}' has no '{INDEX_FILE}': others wrote it, or it is damaged; 'shardwise "
+            "import' makes a checkpoint of it."
+            if (folder / METADATA_FILE).is_file()
+            else f"'{folder}' is no checkpoint: it has no '{INDEX_FILE}'."
+        ) from error
     except OSError as error:
         raise UsageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
@@ -153,7 +160,7 @@ def read_index(folder: Path) -> Index:
             found = (folder / file.name).stat().st_size
         except FileNotFoundError as error:
             raise UsageError(
-                f"'{folder}' is damaged: its file '{file.name}' is missing."
+                f"Checkpoint '{folder}' is damaged: its file '{file.name}' is missing."
             ) from error
         except OSError as error:
             raise UsageError(

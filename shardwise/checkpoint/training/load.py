@@ -30,6 +30,9 @@ from shardwise.runtime.slot import ParamSlot
 from shardwise.runtime.surface import grads
 from shardwise.runtime.unit import Unit
 
+_MOST_LISTED = 10
+"""How many names or problems of a kind an error lists."""
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -86,7 +89,7 @@ def load_checkpoint(runtime: Runtime, request: Request) -> Resumed:
     folder = Path(str(chosen))
     opened: list[Reader] = []
     what = f"reading of '{folder}'"
-    together(control, what, _advised(folder, lambda: opened.append(_open(folder))))
+    together(control, what, _advised(folder, lambda: opened.append(_open(folder)), begun=False))
     (reader,) = opened
     with reader:
         return _Loading(runtime, request, reader).run()
@@ -95,7 +98,13 @@ def load_checkpoint(runtime: Runtime, request: Request) -> Resumed:
 def _open(folder: Path) -> Reader:
     if (folder / INDEX_FILE).is_file():
         return Reader(folder)
-    return ForeignReader(folder)
+    reader = ForeignReader(folder)
+    if reader.lacks_index:
+        raise UsageError(
+            f"Checkpoint '{folder}' is damaged: its file '{INDEX_FILE}' is missing (without it "
+            "'shardwise import' takes the weights and the optimizer's states)."
+        )
+    return reader
 
 
 class _Loading:
@@ -168,10 +177,10 @@ class _Loading:
         index, strict = self._reader.index, self._request.strict
         self._match_tensors(index)
         if self._request.optimizer is not None:
-            self._match_groups(self._request.optimizer)
+            self._match_groups(self._request.optimizer, strict)
         if self._request.scheduler is not None and self._values.get("scheduler") is None:
             self._wrong.append("it has no scheduler's state (omit scheduler=)")
-        problems = list(self._wrong)
+        problems = _shortened(self._wrong)
         if strict and self._missing:
             problems.append(f"missing in it: {_list(self._missing)}")
         if strict and self._unexpected:
@@ -216,18 +225,20 @@ class _Loading:
                 f"'{name}' has dtype {found.dtype}, not convertible to {tensor.tensor.dtype}"
             )
 
-    def _match_groups(self, optimizer: Optimizer) -> None:
+    def _match_groups(self, optimizer: Optimizer, strict: bool) -> None:
         saved = self._values.get("groups") or []
         if not saved:
             self._wrong.append("it has no optimizer's state (load without the optimizer)")
             return
         kind = self._values.get("optimizer")  # None: imported from where it is not said
         if kind not in (None, type(optimizer).__name__):
-            self._wrong.append(f"its optimizer is a {kind}, not a {type(optimizer).__name__}")
+            self._wrong.append(f"its optimizer is {kind}, not {type(optimizer).__name__}")
         listed = {name for group in saved for name in group["params"]}
         ours = set()
         for group in optimizer.param_groups:
             ours |= {self._names.get(id(p), "") for p in group["params"]} - {""}
+        if not strict:  # then only parameters that both have must agree
+            ours, listed = ours - set(self._missing), listed - set(self._unexpected)
         if absent := sorted(ours - listed):
             self._wrong.append(f"its optimizer does not have {_list(absent)}")
         if absent := sorted(listed - ours):
@@ -325,14 +336,14 @@ def _fill_weights(filler: Filler, unit: Unit) -> None:
             filler.weights(flat)
 
 
-def _advised(folder: Path, action: Callable[[], None]) -> Callable[[], None]:
+def _advised(folder: Path, action: Callable[[], None], *, begun: bool = True) -> Callable[[], None]:
     """An action whose error, if the checkpoint is damaged, names the one before."""
 
     def advised() -> None:
         try:
             action()
         except UsageError as error:
-            if "damaged" not in str(error):
+            if not is_damage(error):
                 raise
             earlier = place.before(folder)
             advice = (
@@ -340,12 +351,22 @@ def _advised(folder: Path, action: Callable[[], None]) -> Callable[[], None]:
                 if earlier is not None
                 else "There is no earlier checkpoint beside it."
             )
-            raise UsageError(
-                f"{error} Load another checkpoint: the model may have values of this one. {advice}"
-            ) from error
+            values = ": the model may have values of this one" if begun else ""
+            raise UsageError(f"{error} Load another checkpoint{values}. {advice}") from error
 
     return advised
 
 
+def is_damage(error: UsageError) -> bool:
+    """Whether a checkpoint could not be loaded because it is not as it was saved."""
+    return " is damaged" in str(error)
+
+
 def _list(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
+    return ", ".join(_shortened([f"'{name}'" for name in names]))
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    """The first few: another model differs in thousands of names."""
+    rest = len(texts) - _MOST_LISTED
+    return [*texts[:_MOST_LISTED], *([f"and {rest} more"] if rest > 0 else [])]

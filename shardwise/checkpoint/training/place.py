@@ -25,11 +25,11 @@ class Target:
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
-        self.staging = self.path.with_name(f".{self.path.name}.partial")
         if not self.path.name or self.path.name == LATEST:
             raise UsageError(
                 f"'{path}' cannot be the name of a checkpoint; give one such as 'run/step-100'."
             )
+        self.staging = self.path.with_name(f".{self.path.name}.partial")
 
     def check(self) -> None:
         """Raise if something that is no checkpoint would be replaced."""

@@ -26,6 +26,16 @@ def encode(value: Any, what: str, put: Put | None = None) -> Any:
     >>> encode({"a": (1, 2.5), 3: None}, "extra")
     {'$dict': [['a', {'$tuple': [1, 2.5]}], [3, None]]}
     """
+    try:
+        return _encode(value, what, put)
+    except RecursionError:
+        raise UsageError(
+            f"{what} contains itself, or is nested too deeply, which a checkpoint cannot keep; "
+            "save numbers, texts, tensors, and lists or dicts of them."
+        ) from None
+
+
+def _encode(value: Any, what: str, put: Put | None) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) is int:
@@ -38,10 +48,10 @@ def encode(value: Any, what: str, put: Put | None = None) -> Any:
         return {"$counter": _pairs(value, what, put)}
     if type(value) in (dict, OrderedDict):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(item, f"{what}['{key}']", put) for key, item in value.items()}
+            return {key: _encode(item, f"{what}['{key}']", put) for key, item in value.items()}
         return {"$dict": _pairs(value, what, put)}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [encode(item, f"{what}[{place}]", put) for place, item in enumerate(value)]
+        items = [_encode(item, f"{what}[{place}]", put) for place, item in enumerate(value)]
         if type(value) is list:
             return items
         return {"$set" if isinstance(value, set | frozenset) else "$tuple": items}
@@ -52,16 +62,16 @@ def encode(value: Any, what: str, put: Put | None = None) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return encode(value.item(), what, put)  # a number of numpy
+        return _encode(value.item(), what, put)  # a number of numpy
     raise UsageError(
-        f"{what} is a {type(value).__name__}, which a checkpoint cannot keep; save numbers, texts, "
-        "tensors, and lists or dicts of them."
+        f"{what} has the type {type(value).__name__}, which a checkpoint cannot keep; save "
+        "numbers, texts, tensors, and lists or dicts of them."
     )
 
 
 def _pairs(value: Any, what: str, put: Put | None) -> list[list[Any]]:
     return [
-        [encode(key, f"a key of {what}"), encode(item, f"{what}[{key!r}]", put)]
+        [_encode(key, f"a key of {what}", None), _encode(item, f"{what}[{key!r}]", put)]
         for key, item in value.items()
     ]
 

@@ -189,7 +189,13 @@ class _Saving:
         return sum(blob_bytes(p.dtype, p.shape, p.start, p.stop) for p in every)
 
     def open(self) -> None:
-        self._file = RankFile(self.target.staging, self._rank)
+        try:
+            self._file = RankFile(self.target.staging, self._rank)
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"'{self.target.staging}', which rank 0 made, is not there; give all ranks the "
+                "same path, on a file system that all see."
+            ) from error
 
     def write(self, pieces: list[Piece]) -> None:
         assert self._file is not None
