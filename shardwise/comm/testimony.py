@@ -32,7 +32,7 @@ def statement_of(flight: Flight, rank: int, host: str, pid: int, line: str = "")
         for stack in flight.open().values()
     ]
     doing.sort(key=lambda one: (one.title.startswith("wait"), -one.for_s))
-    done = [event for event in flight.events if event.what and event.what != "between"]
+    done = [event for event in flight.events if event.what]
     last = f"{done[-1].title}, {now - done[-1].at_s:.1f} s ago" if done else ""
     step = f"after step {flight.step}" if flight.step else "in its first step"
     return Statement(rank, host, pid, tuple(doing[:_MOST]), last, line, step)

@@ -11,8 +11,10 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 _MAGIC = b"swflight"
@@ -100,6 +102,9 @@ class _Thread(threading.local):
     """The number of its name, and how many operations it has begun."""
 
 
+Write = Callable[..., float]
+
+
 class Recorder:
     """Writes the ring of this process; any thread may. About half a microsecond a record."""
 
@@ -114,17 +119,11 @@ class Recorder:
         self._lock = threading.Lock()
         self._identity = -1, 0
         self._step = 0
-
-    def begin(self, what: str, unit: str = "") -> float:
-        """Something begins on this thread; returns the time."""
-        return self.write(Mark.BEGIN, what, unit)
-
-    def end(self, what: str, unit: str = "") -> float:
+        self.begin: Write = partial(self.write, Mark.BEGIN)
+        """Something begins on this thread: ``begin(what, unit)`` returns the time."""
+        self.end: Write = partial(self.write, Mark.END)
         """It is over."""
-        return self.write(Mark.END, what, unit)
-
-    def point(self, what: str, unit: str = "") -> float:
-        return self.write(Mark.POINT, what, unit)
+        self.point: Write = partial(self.write, Mark.POINT)
 
     def reset(self) -> None:
         """This thread begins anew: an exception may have left what it had begun."""
@@ -167,7 +166,7 @@ class Recorder:
         """The ring as it is now."""
         return bytes(self._memory)
 
-    def write(self, mark: Mark, what: str, unit: str) -> float:
+    def write(self, mark: Mark, what: str, unit: str = "") -> float:
         """Add a record; returns its time."""
         now = time.perf_counter()
         names, thread = self._names, self._mine.entry

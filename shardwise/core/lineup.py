@@ -65,7 +65,7 @@ def line_up(
             ):
                 waits.add(other.rank)
         doing = tuple((event.title, end_s - flight.wall_s - event.at_s) for event in own)
-        shown = [event for event in flight.events if event.what and event.what != "between"]
+        shown = [event for event in flight.events if event.what]
         rows.append(
             Row(
                 rank=flight.rank,

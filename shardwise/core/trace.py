@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shardwise.core.flight import RECORDER
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -96,6 +98,19 @@ _active: Trace | None = None
 
 def active() -> Trace | None:
     return _active
+
+
+def computes(what: str, unit: str) -> None:
+    """The program computes a unit from now on, for the trace and the flight recorder."""
+    RECORDER.point(what, unit)
+    if _active is not None:
+        _active.switch("compute", f"{what} {unit}")
+
+
+def computes_nothing() -> None:
+    """What the program computes is in no unit, or nothing is computed."""
+    if _active is not None:
+        _active.switch("compute", None)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.core.flight import RECORDER
-from shardwise.core.trace import active
+from shardwise.core.trace import computes, computes_nothing
 from shardwise.plans.ops import Phase, Trigger
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.uses import Uses
@@ -49,7 +48,7 @@ class Forward:
             self.depth += 1
             self.uses.enter(unit)
             self._issues.follow(self._issuer.on(Trigger.BEFORE_FORWARD, unit.index))
-        self.show(f"forward {unit.name}")
+        computes("forward", unit.name)
 
     def after(self, unit: Unit) -> None:
         """A module's forward is over: its unit is freed, except the kept rung."""
@@ -59,7 +58,7 @@ class Forward:
         self.depth -= 1
         if self.uses.leave(unit):
             self._issues.follow(self._issuer.on(Trigger.AFTER_FORWARD, unit.index))
-        self.show(None)
+        computes_nothing()
         if unit.encloses and self.depth == 0:
             self._end()
 
@@ -91,13 +90,6 @@ class Forward:
         finally:
             self.depth = 0
             self._end()
-
-    def show(self, name: str | None) -> None:
-        """Sets what the trace and the flight recorder show as being computed."""
-        RECORDER.point(*(name or "between").split(" ", 1))
-        trace = active()
-        if trace is not None:
-            trace.switch("compute", name)
 
     # --- begin and end ------------------------------------------------------------------------
 
