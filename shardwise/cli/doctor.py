@@ -72,7 +72,7 @@ def doctor(
             show_none(path, as_json=as_json)
             return
         if not path.is_dir():
-            raise UsageError(f"There is no folder '{path}'; give a run's, or one on a local disk.")
+            raise UsageError(f"'{path}' is not a folder; give a run's, or one on a local disk.")
     answer: dict[str, Any] = {"machine": _machine()}
     if path is not None:
         from shardwise.tier.folder import check_folder, find_folders, remove_left_behind

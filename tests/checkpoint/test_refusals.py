@@ -152,4 +152,4 @@ class TestCommands:
         done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
         assert done.output == f"No failure was reported in {tmp_path}.\n"
         done = CliRunner().invoke(app, ["doctor", str(tmp_path / "absent")])
-        assert "There is no folder" in str(done.exception)
+        assert "is not a folder; give a run's" in str(done.exception)
