@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.core.flight import RECORDER
 from shardwise.core.meter import THREAD, Meter, counting
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.device import streams
@@ -36,8 +37,8 @@ Early = Callable[[], None]
 
 
 class _ThreadTicket:
-    def __init__(self) -> None:
-        self._done = threading.Event()
+    def __init__(self, waits: str) -> None:
+        self._waits, self._done = waits, threading.Event()
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -46,7 +47,10 @@ class _ThreadTicket:
             self._done.set()
 
     def block_host(self) -> None:
-        self._done.wait()
+        if not self._done.is_set():
+            RECORDER.begin(self._waits)
+            self._done.wait()
+            RECORDER.end(self._waits)
         if self._error is not None:
             raise self._error
 
@@ -61,12 +65,13 @@ class ThreadLane:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._waits = f"wait for lane {name}"
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shardwise-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[Early], None]) -> Ticket:
-        ticket = _ThreadTicket()
+        ticket = _ThreadTicket(self._waits)
         self._queue.put((work, ticket, THREAD.meter))
         return ticket
 

@@ -124,6 +124,15 @@ class Recorder:
         self.end: Write = partial(self.write, Mark.END)
         """It is over."""
         self.point: Write = partial(self.write, Mark.POINT)
+        self.shows: Callable[[str | None], None] | None = None
+        """Also called with what the program computes; of the active trace."""
+
+    def computes(self, what: str = "", unit: str = "") -> None:
+        """The program computes a unit from now on, or nothing that is in one."""
+        if what:
+            self.write(Mark.POINT, what, unit)
+        if self.shows is not None:
+            self.shows(f"{what} {unit}" if what else None)
 
     def reset(self) -> None:
         """This thread begins anew: an exception may have left what it had begun."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from shardwise.core.flight import RECORDER
 
@@ -100,28 +101,16 @@ def active() -> Trace | None:
     return _active
 
 
-def computes(what: str, unit: str) -> None:
-    """The program computes a unit from now on, for the trace and the flight recorder."""
-    RECORDER.point(what, unit)
-    if _active is not None:
-        _active.switch("compute", f"{what} {unit}")
-
-
-def computes_nothing() -> None:
-    """What the program computes is in no unit, or nothing is computed."""
-    if _active is not None:
-        _active.switch("compute", None)
-
-
 @contextmanager
 def recording(trace: Trace) -> Iterator[Trace]:
     """Inside, spans of this process are added to ``trace``."""
     global _active
     before, _active = _active, trace
+    shown, RECORDER.shows = RECORDER.shows, partial(trace.switch, "compute")
     try:
         yield trace
     finally:
-        _active = before
+        _active, RECORDER.shows = before, shown
 
 
 @contextmanager

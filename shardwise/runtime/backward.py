@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.core.errors import UsageError
+from shardwise.core.flight import RECORDER
 from shardwise.core.ticket import Ticket
-from shardwise.core.trace import computes, computes_nothing
 from shardwise.plans.ops import Trigger
 from shardwise.plans.order import BACKWARD
 from shardwise.runtime.early import EarlyUpdates
@@ -67,14 +67,14 @@ class Backward:
         self.begin()
         self._uses.enter_backward(unit, call)
         self._issues.follow(self._issuer.on(Trigger.BEFORE_BACKWARD, unit.index))
-        computes("backward", unit.name)
+        RECORDER.computes("backward", unit.name)
         self._shown = unit
 
     def after(self, unit: Unit, call: Call) -> None:
         """Gradients left through the inputs of the call, which needs the unit's values no more."""
         self._uses.leave_backward(unit, call)
         if self._shown is unit:  # the next unit's backward may have begun
-            computes_nothing()
+            RECORDER.computes()
         hold = self._issuer.units[unit.index].hold
         if hold is None or not hold.kept or self.reductions.took(unit):
             self._issues.follow(self._issuer.on(Trigger.AFTER_BACKWARD, unit.index))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.core.trace import computes, computes_nothing
+from shardwise.core.flight import RECORDER
 from shardwise.plans.ops import Phase, Trigger
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.uses import Uses
@@ -48,7 +48,7 @@ class Forward:
             self.depth += 1
             self.uses.enter(unit)
             self._issues.follow(self._issuer.on(Trigger.BEFORE_FORWARD, unit.index))
-        computes("forward", unit.name)
+        RECORDER.computes("forward", unit.name)
 
     def after(self, unit: Unit) -> None:
         """A module's forward is over: its unit is freed, except the kept rung."""
@@ -58,7 +58,7 @@ class Forward:
         self.depth -= 1
         if self.uses.leave(unit):
             self._issues.follow(self._issuer.on(Trigger.AFTER_FORWARD, unit.index))
-        computes_nothing()
+        RECORDER.computes()
         if unit.encloses and self.depth == 0:
             self._end()
 

@@ -14,7 +14,6 @@ from functools import cached_property
 from torch import nn
 
 from shardwise.comm.lane import Lane
-from shardwise.core.flight import RECORDER
 from shardwise.core.layout import UnitSpec
 from shardwise.core.ticket import DONE, Ticket
 from shardwise.model.tiling import Tile
@@ -104,9 +103,7 @@ class Unit:
     def settle(self) -> None:
         """Waits for values on their way; afterwards the parameters are ordinary tensors."""
         if self.state is State.COMING or self.state is State.REFRESHING:
-            RECORDER.begin("wait for values", self.name)
             self.coming.order_stream()
-            RECORDER.end("wait for values", self.name)
             self.move_to(State.GATHERED)
             guard.open_up(self.parameters)
 
