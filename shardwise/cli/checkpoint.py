@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardwise.cli.common import print_error, print_json
+from shardwise.cli.common import largest_tensors, print_error, print_json
 from shardwise.core.sizes import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -117,12 +117,6 @@ def _print(answer: dict[str, Any], *, verified: bool) -> None:
     else:
         console.print(f"saved by {answer['world']} rank(s) ({answer['levels']}){optimizer}, under")
         console.print(escape(answer["plan"] or ""), highlight=False)
-    largest = Table(title="Largest tensors", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("name", "dtype", "shape", "bytes"):
-        largest.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for row in answer["largest"]:
-        shape = " × ".join(map(str, row["shape"])) or "scalar"
-        largest.add_row(escape(row["name"]), row["dtype"], shape, format_bytes(row["bytes"]))
-    console.print(largest)
+    console.print(largest_tensors(answer["largest"]))
     if verified:
         console.print("Every byte is as it was saved.")

@@ -7,7 +7,7 @@ import typer
 
 from shardwise.checkpoint.folder import Source, read_source
 from shardwise.cli.checkpoint import inspect_checkpoint, is_training_checkpoint
-from shardwise.cli.common import JSON_OPTION, print_json
+from shardwise.cli.common import JSON_OPTION, largest_tensors, print_json
 from shardwise.core.errors import UsageError
 from shardwise.core.sizes import format_bytes, format_count
 
@@ -96,10 +96,4 @@ def _print(answer: dict[str, Any]) -> None:
         amounts = str(counts["tensors"]), format_count(counts["parameters"])
         table.add_row(dtype, *amounts, format_bytes(counts["bytes"]))
     console.print(table)
-    largest = Table(title="Largest tensors", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("name", "dtype", "shape", "bytes"):
-        largest.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for row in answer["largest"]:
-        shape = " × ".join(map(str, row["shape"])) or "scalar"
-        largest.add_row(escape(row["name"]), row["dtype"], shape, format_bytes(row["bytes"]))
-    console.print(largest)
+    console.print(largest_tensors(answer["largest"]))

@@ -14,7 +14,7 @@ from shardwise.checkpoint.foreign.dcp import METADATA_FILE, read_dcp
 from shardwise.checkpoint.foreign.folders import read_folders
 from shardwise.checkpoint.foreign.names import PLAIN
 from shardwise.checkpoint.foreign.pickles import loads
-from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window, load_lazily
+from shardwise.checkpoint.foreign.zips import LazyTensor, TorchFile, Window
 from shardwise.core.errors import UsageError
 from tests.checkpoint import fsdp2
 from tests.checkpoint.hostile import evil_pickles, memo_bomb, nest, saved, zip_with
@@ -136,11 +136,15 @@ def tensors() -> dict[str, torch.Tensor]:
     return found | {"column": base[:, 3], "parameter": torch.nn.Parameter(torch.randn(3, 2))}
 
 
+def loaded(path: Path):
+    return TorchFile(Window(path)).value
+
+
 class TestFiles:
     def test_tensors_are_read_exactly(self, tmp_path: Path) -> None:
         values = tensors()
         torch.save({"model": values, "step": 3}, tmp_path / "a.pt")
-        found = load_lazily(tmp_path / "a.pt")
+        found = loaded(tmp_path / "a.pt")
         assert found["step"] == 3
         assert found["model"].keys() == values.keys()
         for name, value in values.items():
@@ -155,7 +159,7 @@ class TestFiles:
     def test_only_what_is_asked_for_is_read(self, tmp_path: Path) -> None:
         torch.save([torch.zeros(1000), torch.arange(1000)], tmp_path / "a.pt")
         data = bytearray((tmp_path / "a.pt").read_bytes())
-        first, second = load_lazily(write(tmp_path / "a.pt", bytes(data)))
+        first, second = loaded(write(tmp_path / "a.pt", bytes(data)))
         data[first.storage.record.begin :] = b""  # the data of both is gone
         write(tmp_path / "a.pt", bytes(data))
         with pytest.raises(UsageError, match="ends before its data does"):
@@ -165,14 +169,14 @@ class TestFiles:
         tensor = torch.nn.Parameter(torch.ones(3))
         tensor.note = "mine"
         torch.save(tensor, tmp_path / "a.pt")
-        assert torch.equal(load_lazily(tmp_path / "a.pt").full(), torch.ones(3))
+        assert torch.equal(loaded(tmp_path / "a.pt").full(), torch.ones(3))
 
     @pytest.mark.parametrize("name", EVIL)
     def test_hostile_files_run_nothing(self, name: str, tmp_path: Path) -> None:
         mark = tmp_path / "mark"
         file = write(tmp_path / "a.pt", zip_with(evil_pickles(mark)[name]))
         with pytest.raises(UsageError, match=r"a\.pt"):
-            load_lazily(file)
+            loaded(file)
         assert not mark.exists()
 
     def test_every_flipped_byte_of_a_file_is_found(self, tmp_path: Path) -> None:
@@ -208,9 +212,9 @@ class TestFiles:
         torch.save([1], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
         for name, match in (("old.pt", "old format"), ("none.pt", "cannot be read")):
             with pytest.raises(UsageError, match=match):
-                load_lazily(tmp_path / name)
+                loaded(tmp_path / name)
         with pytest.raises(UsageError, match="cannot be read"):
-            load_lazily(tmp_path)
+            loaded(tmp_path)
 
     def test_tensors_larger_than_their_storage_are_refused(self, tmp_path: Path) -> None:
         data = saved(torch.arange(9))
@@ -224,7 +228,7 @@ class TestFiles:
             changed = changed.replace(b"K\x01\x85", stride + b"\x85")
             bad = zip_with(changed, **{"data/0": torch.arange(9).numpy().tobytes()})
             with pytest.raises(UsageError, match="larger than its storage"):
-                load_lazily(write(tmp_path / "a.pt", bad))
+                loaded(write(tmp_path / "a.pt", bad))
 
     def test_storages_of_another_size_or_place_are_refused(self, tmp_path: Path) -> None:
         inner = TorchFile(Window(write(tmp_path / "a.pt", saved(torch.arange(9)))))
@@ -232,9 +236,9 @@ class TestFiles:
         text = inner.window.read(record.begin, record.num_bytes)
         bad = zip_with(text, **{"data/0": b"short"})
         with pytest.raises(UsageError, match="has 5 bytes instead of those of 9 elements"):
-            load_lazily(write(tmp_path / "a.pt", bad))
+            loaded(write(tmp_path / "a.pt", bad))
         with pytest.raises(UsageError, match="does not have its record"):
-            load_lazily(write(tmp_path / "a.pt", zip_with(text, other=b"x")))
+            loaded(write(tmp_path / "a.pt", zip_with(text, other=b"x")))
 
 
 # --- folders of DCP ---------------------------------------------------------------------------

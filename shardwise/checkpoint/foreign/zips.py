@@ -379,8 +379,3 @@ _NAMES: Allowed = {
     "torch.nn.parameter.Parameter": Named("torch.nn.parameter.Parameter"),
     "torch.Tensor": Named("torch.Tensor"),
 }
-
-
-def load_lazily(path: Path, begin: int = 0, length: int | None = None) -> Any:
-    """What torch.save wrote to a file, or to a part of one, with ``LazyTensor`` for tensors."""
-    return TorchFile(Window(path, begin, length)).value
